@@ -1,0 +1,34 @@
+"""Small files written whole or not at all, and names that are hashes of what determines the content."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write to a temporary name, flush to disk, rename."""
+    part = path.with_name(f"{path.name}.part{os.getpid()}")
+    with part.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    part.rename(path)
+
+
+def write_json(path: Path, value: dict) -> None:
+    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def digest(value) -> str:
+    """Twelve hex digits of the hash of a JSON value: the name of what it determines."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()

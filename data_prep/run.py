@@ -1,0 +1,115 @@
+"""Prepare data: `python data_prep/run.py +model=NAME stage=regenerate|encode|capture`. Each stage runs those before it."""
+
+import difflib
+import os
+import sys
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a script: python put data_prep/ on the path, the packages lie one above
+    sys.path[0] = str(ROOT)
+
+from hydra import compose, initialize_config_dir  # noqa: E402
+from hydra.core.config_store import ConfigStore  # noqa: E402
+from hydra.errors import HydraException  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException  # noqa: E402
+
+from data_prep.config import CacheConfig, DataConfig  # noqa: E402
+from dflash.config import ModelConfig  # noqa: E402
+
+
+class Stage(Enum):
+    regenerate = "regenerate"
+    encode = "encode"
+    capture = "capture"
+
+
+@dataclass
+class PrepConfig:
+    """What data_prep/run.py is told. `model` has no default: `+model=NAME` adds one of configs/model/."""
+
+    model: ModelConfig
+    data: DataConfig
+    cache: CacheConfig
+    stage: Stage = Stage.capture
+    check: bool = False  # validate everything that can be without loading weights, then stop
+
+
+def load_config(name: str, schema: type, arguments: list[str]):
+    """configs/NAME.yaml and the overrides as a `schema` object. Raises ValueError, one line, for what does not fit."""
+    # DeepSpeed's launcher adds --local_rank; the environment says the same.
+    overrides = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
+    models = sorted(path.stem for path in (ROOT / "configs/model").glob("*.yaml"))
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    try:
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            return OmegaConf.to_object(compose(name, overrides))
+    except MissingMandatoryValue as error:
+        raise ValueError(f"model: missing ({error.full_key}), expected +model=NAME with one of {models}") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_explain(error, schema, overrides, models)) from None
+
+
+def _explain(error: Exception, schema: type, overrides: list[str], models: list[str]) -> str:
+    """One line for a refused override: the key, and the nearest keys or the values allowed."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    keys = [override.lstrip("+~").split("=")[0] for override in overrides]
+    if "model" in keys and ("model/" in str(error) or not any(o.startswith("+model=") for o in overrides)):
+        given = next(override for override in overrides if override.lstrip("+~").startswith("model="))
+        return f"model: found {given!r}, expected +model=NAME with one of {models}"
+    for key in keys:
+        known = schema
+        for part in key.split("."):
+            names = [item.name for item in fields(known)] if is_dataclass(known) else []
+            if part not in names:
+                near = difflib.get_close_matches(part, names, n=1)
+                hint = f"did you mean {near[0]}?" if near else "check the spelling"
+                return f"{key}: no such key, expected one of {sorted(names)}; {hint}"
+            known = next(item.type for item in fields(known) if item.name == part)
+    reason = str(cause).splitlines()[0]
+    return f"{getattr(cause, 'full_key', None) or 'config'}: {reason}"
+
+
+def run_main(main, name: str, schema: type) -> None:
+    """Load the config and call `main`; a mistake of the user ends in one line, DFLASH_TRACE=1 shows where it rose."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(f"{sys.modules['__main__'].__doc__}\nKeys and defaults:\n\n{_help(schema)}")
+        return
+    try:
+        main(load_config(name, schema, sys.argv[1:]))
+    except (ValueError, OSError) as error:
+        if os.environ.get("DFLASH_TRACE"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _help(schema: type, prefix: str = "") -> str:
+    lines = []
+    for item in fields(schema):
+        if is_dataclass(item.type):
+            lines.append(f"{prefix}{item.name}: {item.type.__doc__.splitlines()[0]}")
+            lines.append(_help(item.type, prefix + "  "))
+        else:
+            kind = [value.name for value in item.type] if isinstance(item.type, type) and issubclass(item.type, Enum) else ""
+            lines.append(f"{prefix}{item.name} {kind or ''}".rstrip())
+    return "\n".join(lines)
+
+
+def main(config: PrepConfig) -> None:
+    from data_prep.prepare import Preparation, check
+
+    if config.check:
+        check(config.model, config.data, config.cache)
+        return
+    preparation = Preparation(config.model, config.data, config.cache)
+    preparation.print_plan()
+    stage = {Stage.regenerate: "answer", Stage.encode: "encode", Stage.capture: "features"}[config.stage]
+    getattr(preparation, stage)()
+
+
+if __name__ == "__main__":
+    run_main(main, "data_prep", PrepConfig)

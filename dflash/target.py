@@ -1,0 +1,81 @@
+"""The frozen target: its tapped hidden states, and its embedding and head alone.
+
+Shapes: T tokens of a row, F features (taps x hidden).
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.utils import cached_file
+
+from .generate import tapped
+from .model import TargetEnds, scales
+
+EMBED_NAMES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+HEAD_NAMES = ("lm_head.weight",)
+
+
+def load_target(path: str, *, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False):
+    """The whole target, frozen, in evaluation mode."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+    )
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def features(target, rows: list[list[int]], taps: list[int]) -> list[torch.Tensor]:
+    """The features [T, F] of each row, in the target's dtype: outputs of the decoder layers `taps`, concatenated.
+
+    Runs the body only, without the head. Rows are padded on the right: the target is causal, so no token sees padding.
+    """
+    device = target.get_input_embeddings().weight.device
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+    with tapped(target, taps) as states:
+        target.get_decoder()(input_ids=ids, use_cache=False)
+    states_BTF = torch.cat(states, dim=-1)
+    return [states_TF[: len(row)] for states_TF, row in zip(states_BTF, rows)]
+
+
+def load_ends(path: str, drafter: Qwen3Config, *, dtype: torch.dtype, revision: str | None = None) -> TargetEnds:
+    """Embedding and head of a target, read from its safetensors without loading its layers.
+
+    A tied target has no head of its own: the embedding serves as both. Raises ValueError where a table is missing or has
+    another shape than the drafter's config says.
+    """
+    tables = _tensors(path, (*EMBED_NAMES, *HEAD_NAMES), revision)
+    embed = next((tables[name] for name in EMBED_NAMES if name in tables), None)
+    if embed is None:
+        raise ValueError(f"target {path}: no tensor named {' or '.join(EMBED_NAMES)} found; its layout is not supported")
+    config = json.loads(Path(cached_file(path, "config.json", revision=revision)).read_text())
+    tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False))
+    head = embed if tied else tables.get(HEAD_NAMES[0])
+    if head is None:
+        raise ValueError(f"target {path}: it is not tied and has no {HEAD_NAMES[0]}; found {sorted(tables)}")
+    wanted = (drafter.vocab_size, drafter.hidden_size)
+    for name, table in (("embedding", embed), ("head", head)):
+        if tuple(table.shape) != wanted:
+            raise ValueError(f"target {path}: its {name} has shape {tuple(table.shape)}, expected {wanted}")
+    embed = embed.to(dtype)
+    return TargetEnds(embed, embed if tied else head.to(dtype), **scales(drafter))
+
+
+def _tensors(path: str, names: tuple[str, ...], revision: str | None) -> dict[str, torch.Tensor]:
+    """Those of the named tensors that a checkpoint has, sharded or not."""
+    index = cached_file(
+        path, "model.safetensors.index.json", revision=revision, _raise_exceptions_for_missing_entries=False
+    )
+    if index is None:
+        files = {"model.safetensors"}
+    else:
+        placed = json.loads(Path(index).read_text())["weight_map"]
+        files = {placed[name] for name in names if name in placed}
+    found = {}
+    for file in sorted(files):
+        with safe_open(cached_file(path, file, revision=revision), framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in names if name in tensors.keys()}
+    return found

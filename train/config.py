@@ -1,0 +1,143 @@
+"""RunConfig: everything that a run is told. Each field's comment is its manual; values live in configs/."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from data_prep.config import CacheConfig, DataConfig
+from dflash.config import ModelConfig
+
+
+class Stage(Enum):
+    all = "all"
+    train = "train"
+    evaluate = "evaluate"
+    export = "export"
+
+
+class EngineKind(Enum):
+    auto = "auto"  # torch for one process, deepspeed for several
+    torch = "torch"
+    deepspeed = "deepspeed"
+
+
+class Wandb(Enum):
+    off = "off"
+    offline = "offline"
+    online = "online"
+
+
+@dataclass
+class BatchConfig:
+    """A step's rows, and how they are packed. Budgets change speed and memory, never the gradient."""
+
+    rows_per_step: int = 64  # rows of one optimiser step, over all ranks
+    anchors_per_row: int = 512  # blocks of one row and epoch, at most
+    bin_tokens: int = 8192  # context tokens of one micro-batch, at most
+    bin_anchors: int = 1024  # blocks of one micro-batch, at most
+    chunk_slots: int = 512  # slots whose logits exist at one time
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"batch.{name}: found {value}, expected 1 or more")
+        if self.anchors_per_row > self.bin_anchors:
+            raise ValueError(
+                f"batch.bin_anchors: found {self.bin_anchors}, expected at least"
+                f" batch.anchors_per_row={self.anchors_per_row}"
+            )
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with linear warm-up and cosine decay to zero."""
+
+    epochs: int = 6  # passes over the data
+    steps: int | None = None  # stop after so many steps instead
+    lr: float = 6e-4  # peak learning rate
+    warmup: float = 0.04  # share of the steps that the learning rate rises
+    weight_decay: float = 0.0  # on matrices, not on norms
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0  # largest norm of the gradient
+
+    def __post_init__(self):
+        if self.epochs < 1 or (self.steps is not None and self.steps < 1):
+            raise ValueError(f"optim.epochs, optim.steps: found {self.epochs}, {self.steps}, expected 1 or more")
+        if not (self.lr > 0 and self.clip > 0 and 0 <= self.warmup < 1):
+            raise ValueError(
+                f"optim.lr, optim.clip, optim.warmup: found {self.lr}, {self.clip}, {self.warmup}, expected positive"
+                " numbers, and a share below 1"
+            )
+
+
+@dataclass
+class EngineConfig:
+    """What runs a step."""
+
+    kind: EngineKind = EngineKind.auto
+    zero_stage: int = 1  # of DeepSpeed: 0, 1 or 2
+    dtype: str = "bfloat16"  # of the computation; master weights and moments are fp32 always
+
+    def __post_init__(self):
+        if self.zero_stage not in (0, 1, 2):
+            raise ValueError(f"engine.zero_stage: found {self.zero_stage}, expected 0, 1 or 2")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"engine.dtype: found {self.dtype}, expected bfloat16 or float32")
+
+
+@dataclass
+class LaunchConfig:
+    """Processes of this node."""
+
+    ranks: int | None = None  # empty: one for each visible GPU, one without GPUs
+
+
+@dataclass
+class LogConfig:
+    """Where a run reports."""
+
+    every: int = 10  # steps between two lines
+    wandb: Wandb = Wandb.off
+    project: str = "dflash-trainer"  # of wandb
+
+
+@dataclass
+class EvaluateConfig:
+    """Held-out measures while training, and the evaluation at its end."""
+
+    every: int = 500  # steps between two measures on held-out rows
+    rows: int = 32  # held-out rows of such a measure, at most
+    sets: list[str] = field(default_factory=list)  # arithmetic, humaneval, mt_bench, gsm_symbolic, or JSONL files
+    prompts: int = 12  # of each set, for speed
+    max_new_tokens: int = 128
+    identity_prompts: int = 4  # of each set, compared token for token in fp32
+    identity_tokens: int = 48
+    block_size: int | None = None  # at most the trained one, which is the default
+
+
+@dataclass
+class RunConfig:
+    """A run. `model` has no default: `+model=NAME` adds one of configs/model/."""
+
+    model: ModelConfig
+    data: DataConfig
+    cache: CacheConfig
+    batch: BatchConfig
+    optim: OptimConfig
+    engine: EngineConfig
+    launch: LaunchConfig
+    log: LogConfig
+    evaluate: EvaluateConfig
+    stage: Stage = Stage.all
+    name: str | None = None  # of the run; empty: the model's file name
+    runs: Path = Path("runs")  # the run's folder is runs/name
+    path: Path | None = None  # export to evaluate, or checkpoint to export
+    save_every: int = 500  # steps between two checkpoints; the last step is saved always
+    keep: int = 2  # newest checkpoints that stay, beside the best
+    seed: int = 0
+    check: bool = False  # validate everything that can be without loading weights, then stop
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / str(self.name)

@@ -1,0 +1,133 @@
+"""From the store to the micro-batches of a step.
+
+    order    the rows of a step are a function of (seed, epoch, rows_per_step), nothing else
+    anchors  drawn anew each epoch, from (seed, epoch, row id) alone
+    bins     the step's rows packed first-fit, longest first, under a token and an anchor budget
+    deal     bin b goes to rank b mod world; missing ones are empty, so that collectives stay matched
+    weight   the sum of all weights of the step, over all ranks: known before the first forward
+
+So the gradient of a step does not depend on budgets, packing, ranks or accumulation.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from data_prep.store import Row, Store
+from dflash.blocks import eligible_anchors, make_blocks, sample_anchors
+from dflash.config import ModelConfig
+from dflash.objective import BlockBatch
+from train.config import BatchConfig
+
+
+@dataclass
+class Step:
+    """What one rank does in one optimiser step, and what all ranks do together."""
+
+    epoch: int
+    rows: list[int]  # indices into the store, all ranks
+    batches: list[BlockBatch]  # this rank's micro-batches
+    weight: float  # of all ranks' slots: the one denominator
+    num_anchors: int  # of all ranks
+    num_eligible: int  # anchors that could have been drawn
+    num_tokens: int  # context tokens of all ranks
+
+
+def split_rows(store: Store) -> tuple[list[int], list[int]]:
+    """Indices of the rows to train on and of the held-out ones."""
+    heldout = set(store.manifest["heldout"])
+    return [i for i in range(len(store)) if i not in heldout], sorted(heldout)
+
+
+def step_rows(rows: list[int], step: int, rows_per_step: int, seed: int) -> tuple[int, list[int]]:
+    """The epoch of a step, counted from 0, and its rows; the last step of an epoch may have fewer."""
+    epoch, within = divmod(step, steps_per_epoch(len(rows), rows_per_step))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+    return epoch, [rows[i] for i in order[within * rows_per_step : (within + 1) * rows_per_step]]
+
+
+def steps_per_epoch(num_rows: int, rows_per_step: int) -> int:
+    return -(-num_rows // rows_per_step)
+
+
+def pack(tokens: list[int], anchors: list[int], max_tokens: int, max_anchors: int) -> list[list[int]]:
+    """Items in bins, first fit, most tokens first; each bin within both budgets."""
+    bins, room = [], []
+    for item in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        fit = next((b for b, (t, a) in enumerate(room) if tokens[item] <= t and anchors[item] <= a), None)
+        if fit is None:
+            fit = len(bins)
+            bins.append([])
+            room.append((max_tokens, max_anchors))
+        bins[fit].append(item)
+        room[fit] = room[fit][0] - tokens[item], room[fit][1] - anchors[item]
+    return bins
+
+
+def make_batch(rows: list[Row], anchors: list[torch.Tensor], model: ModelConfig) -> BlockBatch:
+    """One bin, on the host: rows end to end, and their blocks. Without features where the rows carry none."""
+    lengths = torch.tensor([len(row.ids_T) for row in rows])
+    bounds = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
+    ids_T = torch.cat([row.ids_T for row in rows])
+    mask_T = torch.cat([row.loss_mask_T for row in rows])
+    anchor_A = torch.cat([chosen + start for chosen, start in zip(anchors, bounds)])
+    blocks = make_blocks(ids_T, mask_T, bounds, anchor_A, model.block_size, model.mask_token_id, model.gamma)
+    return BlockBatch(
+        features_TF=None if rows[0].features_TF is None else torch.cat([row.features_TF for row in rows]),
+        position_T=torch.cat([torch.arange(length) for length in lengths.tolist()]),
+        blocks=blocks,
+        weighted_N=blocks.weight_AS.flatten().nonzero()[:, 0],
+    )
+
+
+class Steps:
+    """The steps of one rank. `steps[s]` is a function of s alone: resuming needs no state but the step."""
+
+    def __init__(self, store: Store, rows: list[int], model: ModelConfig, batch: BatchConfig, seed: int, rank=0, world=1):
+        self.store, self.rows, self.model, self.batch, self.seed = store, rows, model, batch, seed
+        self.rank, self.world = rank, world
+        longest = store.manifest["longest"]
+        if longest > batch.bin_tokens:
+            raise ValueError(
+                f"batch.bin_tokens: found {batch.bin_tokens}, expected at least {longest}, the longest row; raise it"
+            )
+
+    def __getitem__(self, step: int) -> Step:
+        epoch, indices = step_rows(self.rows, step, self.batch.rows_per_step, self.seed)
+        rows = [self.store.row(i, features=False) for i in indices]
+        anchors = [
+            sample_anchors(
+                row.loss_mask_T, self.batch.anchors_per_row, seed=self.seed, epoch=epoch, row_id=row.id
+            )
+            for row in rows
+        ]  # fmt: skip
+        lengths = [len(row.ids_T) for row in rows]
+        bins = pack(lengths, [len(chosen) for chosen in anchors], self.batch.bin_tokens, self.batch.bin_anchors)
+        weight, batches = 0.0, []
+        for number in range(-(-len(bins) // self.world) * self.world):
+            items = bins[number] if number < len(bins) else [0]  # an empty bin: a row's context, no anchors
+            chosen = [anchors[i] if number < len(bins) else anchors[i][:0] for i in items]
+            mine = number % self.world == self.rank
+            bin_rows = [self.store.row(indices[i]) if mine else rows[i] for i in items]
+            batch = make_batch(bin_rows, chosen, self.model)
+            weight += float(batch.blocks.weight_AS.double().sum())
+            if mine:
+                batches.append(batch)
+        return Step(
+            epoch=epoch,
+            rows=indices,
+            batches=batches,
+            weight=weight,
+            num_anchors=sum(map(len, anchors)),
+            num_eligible=sum(len(eligible_anchors(row.loss_mask_T)) for row in rows),
+            num_tokens=sum(lengths),
+        )
+
+
+def to_device(batch: BlockBatch, device: torch.device) -> BlockBatch:
+    """The batch with all its tensors on the device."""
+    if device.type == "cpu":
+        return batch
+    move = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
+    blocks = type(batch.blocks)(**{name: move(tensor) for name, tensor in vars(batch.blocks).items()})
+    return BlockBatch(move(batch.features_TF), move(batch.position_T), blocks, move(batch.weighted_N))

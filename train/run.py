@@ -1,0 +1,89 @@
+"""Train a DFlash drafter: `python train/run.py +model=NAME [key=value ...]`.
+
+stage=all (default) prepares what is missing, trains, evaluates and exports; train, evaluate and export run alone.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a script: python put train/ on the path, the packages lie one above
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from data_prep.run import run_main  # noqa: E402
+from train.config import RunConfig, Stage  # noqa: E402
+
+
+def main(config: RunConfig) -> None:
+    from data_prep.prepare import check
+    from train import launch
+
+    if config.name is None:
+        config.name = next(a.split("=")[1] for a in sys.argv[1:] if a.startswith("+model="))
+    if config.check:
+        check(config.model, config.data, config.cache)
+    elif launch.launched():
+        train(config)
+    elif config.stage in (Stage.all, Stage.train):
+        run(config)
+    else:
+        finish(config)
+
+
+def run(config: RunConfig) -> None:
+    """Data stages in this process, before any process group exists; then the ranks; then evaluation and export."""
+    from data_prep.prepare import Preparation
+    from train import launch
+
+    preparation = Preparation(config.model, config.data, config.cache)
+    preparation.print_plan()
+    preparation.features()
+    if (ranks := launch.num_ranks(config.launch)) > 1:
+        launch.run_ranks(str(Path(__file__).resolve()), sys.argv[1:], ranks)
+    else:
+        train(config)
+    if config.stage == Stage.all:
+        finish(config)
+
+
+def train(config: RunConfig) -> None:
+    """One rank's part of the training."""
+    import torch
+    import torch.distributed as dist
+
+    from data_prep.prepare import Preparation
+    from dflash.model import DFlashDraftModel
+    from dflash.target import load_ends
+    from train.config import EngineKind
+    from train.engine import start_process_group
+    from train.trainer import fit
+
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    start_process_group(device, config.engine.kind == EngineKind.deepspeed)
+    preparation = Preparation(config.model, config.data, config.cache)
+    store = preparation.features()
+    torch.manual_seed(config.seed)
+    drafter = DFlashDraftModel(preparation.drafter)
+    ends = load_ends(
+        preparation.target, preparation.drafter, dtype=getattr(torch, config.engine.dtype), revision=config.model.revision
+    )
+    fit(config, store, drafter, ends, device, preparation.provenance(store))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def finish(config: RunConfig) -> None:
+    """Export the best checkpoint (or `path`), evaluate the export, write its card."""
+    from train.evaluate import evaluate_export
+    from train.export import export_checkpoint
+
+    folder = config.path
+    if config.stage in (Stage.all, Stage.export):
+        folder = export_checkpoint(config)
+    if config.stage in (Stage.all, Stage.evaluate):
+        evaluate_export(config, folder or config.folder / "export")
+
+
+if __name__ == "__main__":
+    run_main(main, "train", RunConfig)
