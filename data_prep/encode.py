@@ -17,6 +17,7 @@ class EncodedRow:
     """Token ids of one row, and which of them are supervised."""
 
     id: str
+    source: str  # id of the conversation
     ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
 
@@ -32,7 +33,7 @@ def encode_row(row: dict, tokenizer, stops: set[int], config: DataConfig) -> lis
         else:
             answer = _answer_ids(row, messages[: i + 1], prompt, tokenizer, stops, config)
         if not (out and prompt[: len(out[-1].ids)] == out[-1].ids):
-            out.append(EncodedRow(row["id"] if turn == 0 else f"{row['id']}/{turn}"))
+            out.append(EncodedRow(row["id"] if turn == 0 else f"{row['id']}/{turn}", row["id"]))
         last = out[-1]
         last.loss_mask += [0] * (len(prompt) - len(last.ids)) + [1] * len(answer)
         last.ids = prompt + answer
@@ -67,7 +68,7 @@ def encode_rows(rows: list[dict], tokenizer, stops: set[int], config: DataConfig
             if len(new.ids) > config.max_length:
                 counts["rows cut at data.max_length"] += 1
                 longest = max(longest or new, new, key=lambda item: len(item.ids))
-                new = EncodedRow(new.id, new.ids[: config.max_length], new.loss_mask[: config.max_length])
+                new = EncodedRow(new.id, new.source, new.ids[: config.max_length], new.loss_mask[: config.max_length])
             if sum(new.loss_mask) < 2:
                 counts["rows dropped, fewer than two supervised tokens left"] += 1
                 continue

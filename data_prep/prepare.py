@@ -2,6 +2,7 @@
 is named by the hash of all that determines it; what is there is not done again.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -19,7 +20,7 @@ from data_prep.encode import encode_rows
 from data_prep.files import digest, read_json, write_json
 from data_prep.prompts import prompt_of, read_rows
 from data_prep.regenerate import WINDOW, regenerate, render_prompt, stop_ids
-from data_prep.store import Store, write_shard
+from data_prep.store import Store, shard_path, write_shard
 from dflash.config import ModelConfig, drafter_config
 from dflash.target import load_target
 
@@ -78,7 +79,7 @@ class Preparation:
 
     def print_plan(self) -> None:
         """Rows, tokens, bytes and hours, before the work starts. Raises ValueError for what cannot be done here."""
-        rows = read_rows(self.data)
+        rows = self.rows
         parameters = self.num_parameters()
         prompts = [len(render_prompt(self.tokenizer, prompt_of(row), self.data)) for row in rows[:64]]
         answers = [len(row["answer_ids"]) for row in rows[:64] if "answer_ids" in row]
@@ -101,7 +102,9 @@ class Preparation:
         if answering:
             answer_hours = 20 * hours if not self.data.server else math.nan
             by = "in process" if not self.data.server else f"{len(self.data.server)} server(s), their speed unknown"
-            print(f"plan: the target answers first, {by}" + (f", about {answer_hours:.2g} h" if answer_hours > 0 else ""))
+            print(
+                f"plan: the target answers first, {by}" + (f", about {answer_hours:.2g} h" if answer_hours > 0 else "")
+            )
         self.cache.dir.mkdir(parents=True, exist_ok=True)
         refuse_small_disk(self.cache.dir, tokens * self.bytes_per_token)
 
@@ -116,94 +119,131 @@ class Preparation:
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
 
-    # Stages. Each returns at once where its result is there.
+    # Recipes: what determines the result of a stage. Its hash names the folder.
 
-    def answer(self) -> tuple[list[dict], str]:
-        """Rows with answers, and the hash of what determines them."""
-        rows = read_rows(self.data)
+    @functools.cached_property
+    def rows(self) -> list[dict]:
+        return read_rows(self.data)
+
+    @functools.cached_property
+    def target_identity(self) -> dict:
+        """What names the target's weights, config and tokenizer."""
+        config = {key: str(value) for key, value in self.target_config.to_dict().items()}
+        config.pop("transformers_version", None)
+        return {
+            "target": self.model.target,
+            "revision": self.model.revision or getattr(self.target_config, "_commit_hash", None),
+            "config": digest(config),
+            "tokenizer": digest([self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]),
+        }
+
+    @functools.cached_property
+    def answers_recipe(self) -> dict:
         if self.data.answers == Answers.data:
-            silent = next((row["id"] for row in rows if row["messages"][-1]["role"] != "assistant"), None)
-            if silent is not None:
-                raise ValueError(
-                    f"{self.data.path}, row {silent}: no answer found, and data.answers=data expects them; use"
-                    " data.answers=target to let the target answer"
-                )
-            return rows, digest(rows)
-        recipe = {
-            "prompts": digest([[row["id"], prompt_of(row)] for row in rows]),
-            "target": self.target_identity(),
+            return {"data": digest(self.rows)}
+        return {
+            "prompts": digest([[row["id"], prompt_of(row)] for row in self.rows]),
+            "target": self.target_identity,
             "max_new_tokens": self.data.max_new_tokens,
             "thinking": self.data.thinking,
             "by": "server" if self.data.server else [self.data.dtype, self.data.batch_size, WINDOW],
         }
-        folder = self.cache.dir / f"answers-{digest(recipe)}"
-        load = lambda: (self.load_target(self.data.dtype), self.tokenizer)  # noqa: E731
-        path = regenerate(rows, self.data, load, self.target_name(), folder)
-        with path.open() as lines:
-            return [json.loads(line) for line in lines], digest(recipe)
 
-    def target_identity(self) -> dict:
-        """What names the target's weights, config and tokenizer."""
-        config = {k: v for k, v in self.target_config.to_dict().items() if k not in ("transformers_version",)}
+    @functools.cached_property
+    def rows_recipe(self) -> dict:
         return {
-            "target": self.model.target,
-            "revision": self.model.revision or getattr(self.target_config, "_commit_hash", None),
-            "config": digest(json.loads(json.dumps(config, default=str))),
-            "tokenizer": digest([self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]),
-        }
-
-    def encode(self) -> Store:
-        """Token ids and loss masks, with the held-out rows marked."""
-        rows, answers_digest = self.answer()
-        recipe = {
-            "answers": answers_digest,
-            "target": self.target_identity(),
+            "answers": digest(self.answers_recipe),
+            "target": self.target_identity,
             "thinking": self.data.thinking,
             "max_length": self.data.max_length,
             "heldout_share": self.data.heldout,
             "mask_token_id": self.model.mask_token_id,
         }
-        folder = self.cache.dir / f"rows-{digest(recipe)}"
-        if not (folder / "manifest.json").exists():
-            encoded, report = encode_rows(rows, self.tokenizer, self.stops, self.data)
-            seen = next((row.id for row in encoded if self.model.mask_token_id in row.ids), None)
-            if seen is not None:
-                raise ValueError(
-                    f"model.mask_token_id: {self.model.mask_token_id} stands in row {seen}, expected an unused token"
-                )
-            held = {row["id"] for row in rows if _is_heldout(row, self.data.heldout)}
-            heldout = [i for i, row in enumerate(encoded) if row.id.split("/")[0] in held]
-            if not 0 < len(heldout) < len(encoded):
-                raise ValueError(
-                    f"data.heldout: {len(heldout)} of {len(encoded)} rows held out at a share of {self.data.heldout},"
-                    " expected some and not all; raise or lower it"
-                )
-            folder.mkdir(parents=True, exist_ok=True)
-            write_shard(folder / "shard-00000.safetensors", [r.ids for r in encoded], [r.loss_mask for r in encoded])
-            write_json(folder / "row_ids.json", [row.id for row in encoded])
-            extra = {"first_rows": [0, len(encoded)], "heldout": heldout, "report": report}
-            longest = max(len(row.ids) for row in encoded)
-            write_json(folder / "manifest.json", {"recipe": recipe, "longest": longest, **extra})
-        store = Store(folder)
-        print(f"encode: {store.manifest['report']}, {len(store.manifest['heldout'])} rows held out", flush=True)
-        return store
 
-    def features(self) -> Store:
-        """The store that training reads."""
-        rows = self.encode()
-        recipe = {
-            "rows": digest(rows.manifest["recipe"]),
-            "target": self.target_identity(),
+    @functools.cached_property
+    def features_recipe(self) -> dict:
+        return {
+            "rows": digest(self.rows_recipe),
+            "target": self.target_identity,
             "taps": self.taps,
             "taps_are": "outputs of decoder layers, 0-based",
             "dtype": self.cache.dtype,
             "shard_tokens": self.cache.shard_tokens,
             "batch_tokens": self.cache.batch_tokens,
         }
-        manifest = {"recipe": recipe, "bytes_per_token": self.bytes_per_token, "hidden_size": self.drafter.hidden_size}
+
+    @property
+    def features_folder(self) -> Path:
+        return self.cache.dir / f"features-{digest(self.features_recipe)}"
+
+    # Stages: each returns at once where its result is there.
+
+    def answer(self) -> list[dict]:
+        """Rows with answers: the data's own, or the target's."""
+        if self.data.answers == Answers.data:
+            silent = next((row["id"] for row in self.rows if row["messages"][-1]["role"] != "assistant"), None)
+            if silent is not None:
+                raise ValueError(
+                    f"{self.data.path}, row {silent}: no answer found, and data.answers=data expects them; use"
+                    " data.answers=target to let the target answer"
+                )
+            return self.rows
+        folder = self.cache.dir / f"answers-{digest(self.answers_recipe)}"
+        path = regenerate(
+            self.rows,
+            self.data,
+            lambda: (self.load_target(self.data.dtype), self.tokenizer),
+            self.target_name(),
+            folder,
+        )
+        with path.open() as lines:
+            return [json.loads(line) for line in lines]
+
+    def encode(self) -> Store:
+        """Token ids and loss masks, with the held-out rows marked."""
+        folder = self.cache.dir / f"rows-{digest(self.rows_recipe)}"
+        if not (folder / "manifest.json").exists():
+            self._encode_into(folder)
+        store = Store(folder)
+        print(f"encode: {store.manifest['report']}, {len(store.manifest['heldout'])} rows held out", flush=True)
+        return store
+
+    def _encode_into(self, folder: Path) -> None:
+        rows = self.answer()
+        encoded, report = encode_rows(rows, self.tokenizer, self.stops, self.data)
+        seen = next((row.id for row in encoded if self.model.mask_token_id in row.ids), None)
+        if seen is not None:
+            raise ValueError(
+                f"model.mask_token_id: {self.model.mask_token_id} stands in row {seen}, expected an unused token"
+            )
+        held = {row["id"] for row in rows if _is_heldout(row, self.data.heldout)}
+        heldout = [i for i, row in enumerate(encoded) if row.source in held]
+        if not 0 < len(heldout) < len(encoded):
+            raise ValueError(
+                f"data.heldout: {len(heldout)} of {len(encoded)} rows held out at a share of {self.data.heldout},"
+                " expected some and not all; raise or lower it"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        write_shard(shard_path(folder, 0), [row.ids for row in encoded], [row.loss_mask for row in encoded])
+        write_json(folder / "row_ids.json", [row.id for row in encoded])
+        manifest = {
+            "recipe": self.rows_recipe,
+            "first_rows": [0, len(encoded)],
+            "longest": max(len(row.ids) for row in encoded),
+            "heldout": heldout,
+            "report": report,
+        }
+        write_json(folder / "manifest.json", manifest)
+
+    def features(self) -> Store:
+        """The store that training reads."""
+        if (self.features_folder / "manifest.json").exists():
+            return Store(self.features_folder)
+        rows = self.encode()
+        manifest = {"recipe": self.features_recipe, "bytes_per_token": self.bytes_per_token}
         manifest |= {name: rows.manifest[name] for name in ("heldout", "longest", "report")}
-        folder = self.cache.dir / f"features-{digest(recipe)}"
-        return capture(rows, folder, manifest, self.cache, lambda: self.load_target(self.cache.dtype), self.taps)
+        load = lambda: self.load_target(self.cache.dtype)  # noqa: E731
+        return capture(rows, self.features_folder, manifest, self.cache, load, self.taps)
 
 
 def check(model: ModelConfig, data: DataConfig, cache: CacheConfig) -> None:
@@ -215,7 +255,10 @@ def check(model: ModelConfig, data: DataConfig, cache: CacheConfig) -> None:
         print(f"not checked: config, tokenizer and template of {model.target} ({str(error).splitlines()[0]})")
         bytes_per_token = len(model.taps or range(model.num_taps)) * (model.hidden_size or 0) * 2
     else:
-        probe = {"id": "probe", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
+        probe = {
+            "id": "probe",
+            "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}],
+        }
         encode_rows([probe], preparation.tokenizer, preparation.stops, data)
         bytes_per_token = preparation.bytes_per_token
         print(f"checked: target config, tokenizer, template; stop tokens {sorted(preparation.stops)}")

@@ -1,4 +1,7 @@
-"""Prepare data: `python data_prep/run.py +model=NAME stage=regenerate|encode|capture`. Each stage runs those before it."""
+"""Prepare data: `python data_prep/run.py +model=NAME stage=regenerate|encode|capture [key=value ...]`.
+
+Each stage runs those before it, and does nothing that is done already.
+"""
 
 import difflib
 import os
@@ -94,7 +97,11 @@ def _help(schema: type, prefix: str = "") -> str:
             lines.append(f"{prefix}{item.name}: {item.type.__doc__.splitlines()[0]}")
             lines.append(_help(item.type, prefix + "  "))
         else:
-            kind = [value.name for value in item.type] if isinstance(item.type, type) and issubclass(item.type, Enum) else ""
+            kind = (
+                [value.name for value in item.type]
+                if isinstance(item.type, type) and issubclass(item.type, Enum)
+                else ""
+            )
             lines.append(f"{prefix}{item.name} {kind or ''}".rstrip())
     return "\n".join(lines)
 

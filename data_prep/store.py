@@ -1,9 +1,9 @@
 """The store: shards of safetensors with the target's features, and their lazy reader.
 
 A shard holds a contiguous range of rows, end to end and unpadded: `features` [tokens, F], `input_ids` int32 [tokens],
-`loss_mask` uint8 [tokens], `offsets` int64 [rows + 1]. Few large tensors, whatever the number of rows (safetensors caps
-its header at 100 MB). `manifest.json` tells what determines the content and lists the shards; row i of the data is row i
-of the store. A shard is written under a temporary name, flushed and renamed, so that a shard that is there is whole.
+`loss_mask` uint8 [tokens], `offsets` int64 [rows + 1]. Few large tensors, whatever the number of rows (safetensors
+caps its header at 100 MB). `manifest.json` tells what determines the content; row i of the data is row i of the store.
+A shard is written under a temporary name, flushed and renamed, so that a shard that is there is whole.
 """
 
 import bisect

@@ -10,11 +10,12 @@ Greedy: d_k is right where it equals the target's argmax. At a temperature: reje
 distribution for any proposal q (Leviathan et al., arXiv 2211.17192): accept d_k when u q(d_k) < p(d_k), u in [0, 1);
 behind the first rejection draw from max(p - q, 0), renormalised. A greedy proposal is the case q(d_k) = 1.
 
-Stops and limits act by position: tokens behind the first stop token, or over the limit, are cut from the output and from
-the counts. Ships with every export; needs torch and transformers only.
+Stops and limits act by position: tokens behind the first stop token, or over the limit, are cut from the output and
+from the counts. Ships with every export; needs torch and transformers only.
 """
 
 import contextlib
+import inspect
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -114,12 +115,19 @@ def check_target(target, total_length: int) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
     if kinds or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
         kinds = sorted(kinds) or [f"sliding_window={config.sliding_window}"]
-        raise ValueError(f"target {config.model_type}: layers of kind {kinds} found, only full attention can be cropped")
+        raise ValueError(
+            f"target {config.model_type}: layers of kind {kinds} found, only full attention can be cropped"
+        )
     if total_length > config.max_position_embeddings:
         raise ValueError(
             f"max_new_tokens: prompt, answer and block reach {total_length} positions, the target has"
             f" {config.max_position_embeddings}; ask for fewer tokens"
         )
+
+
+def _cache_argument(target) -> str:
+    """What this version of Transformers calls the cache in a model's forward."""
+    return "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
 
 
 def _clock(device: torch.device) -> float:
@@ -150,11 +158,14 @@ def generate(
     """
     size = drafter.block_size if drafter is not None else 1
     if block_size is not None and not (drafter is not None and 2 <= block_size <= size):
-        raise ValueError(f"block_size: found {block_size}, expected 2..{size}, the size that the drafter was trained with")
+        raise ValueError(
+            f"block_size: found {block_size}, expected 2..{size}, the size that the drafter was trained with"
+        )
     size = block_size or size
     capacity = input_ids.shape[1] + max_new_tokens + size
     check_target(target, capacity)
     stops, result, cache = set(stop_token_ids), Generation(), DynamicCache()
+    cached = {_cache_argument(target): cache, "use_cache": True}
     clock = _clock(input_ids.device)
 
     def distribution(logits):
@@ -175,7 +186,7 @@ def generate(
 
     nothing = Proposal(input_ids.new_empty(0), None)
     with tapped(target, drafter.taps if drafter is not None else ()) as states:
-        logits = target(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
+        logits = target(input_ids=input_ids, logits_to_keep=1, **cached).logits[0]
         token = accept(nothing, distribution(logits), logits, generator)
         done = emit(token)
         state = drafter.begin(target, capacity) if drafter is not None else None
@@ -190,7 +201,7 @@ def generate(
                 clock, start = _clock(input_ids.device), clock
                 result.draft_seconds += clock - start
             block = torch.cat((token, proposal.ids))[None]
-            logits = target(input_ids=block, past_key_values=cache, use_cache=True).logits[0]
+            logits = target(input_ids=block, **cached).logits[0]
             tokens = accept(proposal, distribution(logits), logits, generator)
             num_wrong = len(proposal.ids) + 1 - len(tokens)
             if num_wrong:

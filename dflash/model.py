@@ -153,12 +153,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x_BQD, context_BTD, cos, sin, mask, cache):
-        num_block = x_BQD.shape[1]
+        first_slot = context_BTD.shape[1]
         both_BND = torch.cat((context_BTD.to(x_BQD.dtype), x_BQD), dim=1)
         q = self.q_norm(self.q_proj(x_BQD).unflatten(-1, (-1, self.head_dim)))
         k = self.k_norm(self.k_proj(both_BND).unflatten(-1, (-1, self.head_dim)))
         v = self.v_proj(both_BND).unflatten(-1, (-1, self.head_dim))
-        q = rotate(q, cos[:, -num_block:], sin[:, -num_block:]).transpose(1, 2)
+        q = rotate(q, cos[:, first_slot:], sin[:, first_slot:]).transpose(1, 2)
         k, v = rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)

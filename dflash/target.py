@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3Config
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from .generate import tapped
 from .model import TargetEnds, scales
@@ -20,6 +20,7 @@ HEAD_NAMES = ("lm_head.weight",)
 
 def load_target(path: str, *, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False):
     """The whole target, frozen, in evaluation mode."""
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
     )
@@ -44,13 +45,15 @@ def features(target, rows: list[list[int]], taps: list[int]) -> list[torch.Tenso
 def load_ends(path: str, drafter: Qwen3Config, *, dtype: torch.dtype, revision: str | None = None) -> TargetEnds:
     """Embedding and head of a target, read from its safetensors without loading its layers.
 
-    A tied target has no head of its own: the embedding serves as both. Raises ValueError where a table is missing or has
-    another shape than the drafter's config says.
+    A tied target has no head of its own: the embedding serves as both. Raises ValueError where a table is missing or
+    has another shape than the drafter's config says.
     """
     tables = _tensors(path, (*EMBED_NAMES, *HEAD_NAMES), revision)
     embed = next((tables[name] for name in EMBED_NAMES if name in tables), None)
     if embed is None:
-        raise ValueError(f"target {path}: no tensor named {' or '.join(EMBED_NAMES)} found; its layout is not supported")
+        raise ValueError(
+            f"target {path}: no tensor named {' or '.join(EMBED_NAMES)} found; its layout is not supported"
+        )
     config = json.loads(Path(cached_file(path, "config.json", revision=revision)).read_text())
     tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False))
     head = embed if tied else tables.get(HEAD_NAMES[0])
@@ -77,5 +80,5 @@ def _tensors(path: str, names: tuple[str, ...], revision: str | None) -> dict[st
     found = {}
     for file in sorted(files):
         with safe_open(cached_file(path, file, revision=revision), framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in names if name in tensors.keys()}
+            found |= {name: tensors.get_tensor(name) for name in names if name in tensors.keys()}  # noqa: SIM118
     return found

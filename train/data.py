@@ -83,7 +83,9 @@ def make_batch(rows: list[Row], anchors: list[torch.Tensor], model: ModelConfig)
 class Steps:
     """The steps of one rank. `steps[s]` is a function of s alone: resuming needs no state but the step."""
 
-    def __init__(self, store: Store, rows: list[int], model: ModelConfig, batch: BatchConfig, seed: int, rank=0, world=1):
+    def __init__(
+        self, store: Store, rows: list[int], model: ModelConfig, batch: BatchConfig, seed: int, rank=0, world=1
+    ):
         self.store, self.rows, self.model, self.batch, self.seed = store, rows, model, batch, seed
         self.rank, self.world = rank, world
         longest = store.manifest["longest"]

@@ -1,8 +1,8 @@
 """What a drafter is worth: measures on held-out rows while training, and the evaluation on prompts at the end.
 
-Two taus exist and are never mixed. `tau` is walked: the next anchor is where the last block ended, as in serving; tokens
-emitted per verification, the bonus token counted. `tau_anchor` is teacher-forced over anchors with a label at every slot.
-Both are counted per block: sums are divided once.
+Two taus exist and are never mixed. `tau` is walked: the next anchor is where the last block ended, as in serving;
+tokens emitted per verification, the bonus token counted. `tau_anchor` is teacher-forced over anchors with a label at
+every slot. Both are counted per block: sums are divided once.
 """
 
 import time
@@ -146,8 +146,8 @@ def summarise(results: list[PromptResult], block_size: int) -> dict:
 def compare_outputs(target, drafter, prompts, stops, config: EvaluateConfig) -> dict:
     """Greedy outputs with and without the drafter, token for token, in fp32.
 
-    A difference is allowed only where the target's two best logits lie within NEAR_TIE; it is counted, and the prompt is
-    answered again in float64, where it must vanish.
+    A difference is allowed only where the target's two best logits lie within NEAR_TIE; it is counted, and the prompt
+    is answered again in float64, where it must vanish.
     """
     counts = {"prompts": len(prompts), "identical": 0, "near_ties": 0, "different": 0}
     for _, ids in prompts:
@@ -198,17 +198,23 @@ def evaluate(load_target, load_drafter, sets: dict[str, list], stops, config: Ev
 
 def table(report: dict) -> str:
     """The report as the one table that a user reads."""
-    head = f"{'set':14} {'prompts':>7} {'tau':>5} {'alone':>7} {'drafted':>8} {'ratio':>6} {'no loops':>8} {'looping':>8}"
+    head = (
+        f"{'set':14} {'prompts':>7} {'tau':>5} {'alone':>7} {'drafted':>8} {'ratio':>6} {'no loops':>8} {'looping':>8}"
+    )
     lines = [f"{head} {'identical (fp32)':>17}  slot acceptance"]
     for name, r in report.items():
         same, steady = r["identity"], r["ratio_without_looping"]
-        identical = f"{same['identical']}/{same['prompts']}" + (f" +{same['near_ties']} ties" if same["near_ties"] else "")
+        identical = f"{same['identical']}/{same['prompts']}" + (
+            f" +{same['near_ties']} ties" if same["near_ties"] else ""
+        )
         lines.append(
             f"{name:14} {r['prompts']:>7} {r['tau']:>5.2f} {r['tokens_per_second_alone']:>7.1f}"
             f" {r['tokens_per_second']:>8.1f} {r['ratio']:>6.2f} {'-' if steady is None else format(steady, '.2f'):>8}"
             f" {r['looping']:>8.0%} {identical:>17}  {' '.join(f'{p:.2f}' for p in r['slot_acceptance'])}"
         )
-    return "\n".join([*lines, "alone, drafted: tokens/s of the target alone and with the drafter, bf16, prefill included"])
+    return "\n".join(
+        [*lines, "alone, drafted: tokens/s of the target alone and with the drafter, bf16, prefill included"]
+    )
 
 
 def evaluate_export(config: RunConfig, folder: Path) -> None:

@@ -1,10 +1,10 @@
 """A trained drafter as a Hugging Face checkpoint in z-lab's format, compared after a reload in a fresh process.
 
-    config.json             DFlashDraftModel on Qwen3's fields; block_size twice, rope_theta and rope_parameters
-    model.safetensors       bf16; no embedding, no head: the target's are used
-    model.py, generate.py   the code, for AutoModel.from_pretrained(..., trust_remote_code=True)
-    dflash_training.json    target, template, taps, data and cache, steps, versions
-    README.md               the card, with the measured numbers
+config.json             DFlashDraftModel on Qwen3's fields; block_size twice, rope_theta and rope_parameters
+model.safetensors       bf16; no embedding, no head: the target's are used
+model.py, generate.py   the code, for AutoModel.from_pretrained(..., trust_remote_code=True)
+dflash_training.json    target, template, taps, data and cache, steps, versions
+README.md               the card, with the measured numbers
 """
 
 import json
@@ -111,7 +111,9 @@ def verify_reload(drafter: DFlashDraftModel, folder: Path) -> float:
             env=environment, cwd=temporary, capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode:
-            raise ValueError(f"export: {folder} does not load in a fresh process: {done.stderr.strip().splitlines()[-1]}")
+            raise ValueError(
+                f"export: {folder} does not load in a fresh process: {done.stderr.strip().splitlines()[-1]}"
+            )
         difference = float((load_file(out)["hidden"] - expected).abs().max())
     if not difference <= PROBE_TOLERANCE:
         raise ValueError(
@@ -172,7 +174,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 drafter = AutoModel.from_pretrained("PATH", trust_remote_code=True, dtype="auto")
 target = AutoModelForCausalLM.from_pretrained("{training["model"]["target"]}", dtype="auto")
-ids = drafter.spec_generate(target=target, input_ids=input_ids, max_new_tokens=256, stop_token_ids=[...], temperature=0.0)
+ids = drafter.spec_generate(
+    target=target, input_ids=input_ids, max_new_tokens=256, stop_token_ids=[...], temperature=0.0
+)
 ```
 """
     write_text(folder / "README.md", text)

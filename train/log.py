@@ -7,29 +7,33 @@ from train.config import LogConfig, Wandb
 
 
 class Log:
-    """Use as a context manager on rank 0; `write` takes plain numbers and lists of them."""
+    """A context manager; only rank 0 has one that writes (`enabled`)."""
 
-    def __init__(self, folder: Path, config: LogConfig, name: str, run_config: dict):
+    def __init__(self, folder: Path, config: LogConfig, name: str, run_config: dict, enabled: bool):
+        self.enabled, self.wandb = enabled, None
+        if not enabled:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / "log.jsonl").open("a")
-        self.wandb = None
         if config.wandb != Wandb.off:
             import wandb
 
-            self.wandb = wandb.init(
-                project=config.project, name=name, dir=folder, mode=config.wandb.value, config=run_config
-            )
+            mode = config.wandb.value
+            self.wandb = wandb.init(project=config.project, name=name, dir=folder, mode=mode, config=run_config)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        self.file.close()
+        if self.enabled:
+            self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
 
     def write(self, line: str, values: dict) -> None:
-        """`line` to the console, `values` to the file and to wandb (lists as one number a slot)."""
+        """`line` to the console, `values` (numbers, and lists of one number a slot) to the file and to wandb."""
+        if not self.enabled:
+            return
         print(line, flush=True)
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()

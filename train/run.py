@@ -10,8 +10,8 @@ from pathlib import Path
 if not __package__:  # run as a script: python put train/ on the path, the packages lie one above
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from data_prep.run import run_main  # noqa: E402
-from train.config import RunConfig, Stage  # noqa: E402
+from data_prep.run import run_main
+from train.config import RunConfig, Stage
 
 
 def main(config: RunConfig) -> None:
@@ -52,6 +52,7 @@ def train(config: RunConfig) -> None:
     import torch.distributed as dist
 
     from data_prep.prepare import Preparation
+    from data_prep.store import Store
     from dflash.model import DFlashDraftModel
     from dflash.target import load_ends
     from train.config import EngineKind
@@ -62,11 +63,14 @@ def train(config: RunConfig) -> None:
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     start_process_group(device, config.engine.kind == EngineKind.deepspeed)
     preparation = Preparation(config.model, config.data, config.cache)
-    store = preparation.features()
+    store = Store(preparation.features_folder)
     torch.manual_seed(config.seed)
     drafter = DFlashDraftModel(preparation.drafter)
     ends = load_ends(
-        preparation.target, preparation.drafter, dtype=getattr(torch, config.engine.dtype), revision=config.model.revision
+        preparation.target,
+        preparation.drafter,
+        dtype=getattr(torch, config.engine.dtype),
+        revision=config.model.revision,
     )
     fit(config, store, drafter, ends, device, preparation.provenance(store))
     if dist.is_initialized():

@@ -43,7 +43,7 @@ def learning_rate(step: int, total: int, optim: OptimConfig) -> float:
 
 
 def prefix_right(right_AS: torch.Tensor, weight_AS: torch.Tensor) -> torch.Tensor:
-    """Over the blocks with a label at every slot: how many have slots 1..k all right. int64 [S]; index 0 counts them."""
+    """Of the blocks with a label at every slot: how many have slots 1..k all right. int64 [S]; index 0: their count."""
     whole_A = weight_AS[:, -1] > 0
     run_AS = right_AS[whole_A].long()
     run_AS[:, 0] = 1
@@ -72,8 +72,7 @@ def fit(
 
     training: what a checkpoint and an export say of where they come from.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     rows, heldout = split_rows(store)
     steps = Steps(store, rows, config.model, config.batch, config.seed, rank, world)
     total = config.optim.steps or config.optim.epochs * steps_per_epoch(len(rows), config.batch.rows_per_step)
@@ -84,39 +83,37 @@ def fit(
         refuse_other_run(config, trainer["config"], path)
         step, tau = trainer["step"], trainer["tau"]
         engine.load_state(state, step)
-        if rank == 0:
-            print(f"train: resumed from {path}", flush=True)
-    log = Log(config.folder, config.log, config.name, describe(config)) if rank == 0 else None
-    if log is not None and step == 0:
-        print(f"train: {len(rows)} rows, {total} steps of {config.batch.rows_per_step}, ln V = {math.log(len(ends.head_VD)):.2f}")
-    start, first, window = time.perf_counter(), step, []
-    while step < total:
-        now = steps[step]
-        lr = learning_rate(step, total, config.optim)
-        sums, norm = train_step(engine, now, ends, config.batch.chunk_slots, lr)
-        step += 1
-        window.append((now, sums.reduce()))
-        if step % config.log.every == 0 or step == total:
-            seconds = (time.perf_counter() - start) / (step - first)
-            if log is not None:
+    if rank == 0:
+        origin = f"resumed from {path}" if path else "from the start"
+        print(f"train: {len(rows)} rows, {total} steps of {config.batch.rows_per_step}, {origin}", flush=True)
+    with Log(config.folder, config.log, config.name, describe(config), enabled=rank == 0) as log:
+        start, first, window = time.perf_counter(), step, []
+        while step < total:
+            now, lr = steps[step], learning_rate(step, total, config.optim)
+            sums, norm = train_step(engine, now, ends, config.batch.chunk_slots, lr)
+            window.append((now, sums.reduce()))
+            step += 1
+            if step % config.log.every == 0 or step == total:
+                seconds = (time.perf_counter() - start) / (step - first)
                 log.write(*train_line(step, total, window, lr, norm, seconds))
-            window = []
-        save = step % config.save_every == 0 or step == total
-        if (save or step % config.evaluate.every == 0) and rank == 0:
-            measured = heldout_measures(engine, ends, store, heldout[: config.evaluate.rows], config)
-            tau = measured["tau"]
-            if log is not None:
-                slots = " ".join(f"{p:.2f}" for p in measured["slot_acceptance"])
-                line = f"held out at {step}: tau {tau:.3f}  tau_anchor {measured['tau_anchor']:.3f}  slots {slots}"
-                log.write(line, {"step": step, **{f"heldout/{name}": value for name, value in measured.items()}})
-        if save:
-            state = engine.state()
-            if rank == 0:
-                trainer = {"step": step, "tau": tau, "config": describe(config), "training": training}
-                checkpoint.save(folder, state, drafter.config, trainer)
-                checkpoint.prune(folder, config.keep)
-    if log is not None:
-        log.__exit__()
+                window = []
+            save = step % config.save_every == 0 or step == total
+            if (save or step % config.evaluate.every == 0) and rank == 0:
+                measured = heldout_measures(engine, ends, store, heldout[: config.evaluate.rows], config)
+                tau = measured["tau"]
+                log.write(*heldout_line(step, measured))
+            if save:
+                state = engine.state()
+                if rank == 0:
+                    trainer = {"step": step, "tau": tau, "config": describe(config), "training": training}
+                    checkpoint.save(folder, state, drafter.config, trainer)
+                    checkpoint.prune(folder, config.keep)
+
+
+def heldout_line(step: int, measured: dict) -> tuple[str, dict]:
+    slots = " ".join(f"{p:.2f}" for p in measured["slot_acceptance"])
+    line = f"held out at {step}: tau {measured['tau']:.3f}  tau_anchor {measured['tau_anchor']:.3f}  slots {slots}"
+    return line, {"step": step, **{f"heldout/{name}": value for name, value in measured.items()}}
 
 
 def train_line(step: int, total: int, window: list[tuple[Step, Sums]], lr: float, norm: float, seconds: float):
@@ -149,9 +146,15 @@ def train_line(step: int, total: int, window: list[tuple[Step, Sums]], lr: float
 def refuse_other_run(config: RunConfig, saved: dict, path) -> None:
     """Raise ValueError where the checkpoint is of a run with another drafter, data or order of rows."""
     mine = describe(config)
-    for group, names in {"model": None, "data": None, "batch": ("rows_per_step", "anchors_per_row"), "seed": None}.items():
-        both = (mine[group], saved[group]) if names is None else ({n: c[group][n] for n in names} for c in (mine, saved))
-        found, expected = both
+    for group, names in (
+        ("model", None),
+        ("data", None),
+        ("batch", ("rows_per_step", "anchors_per_row")),
+        ("seed", None),
+    ):
+        found, expected = mine[group], saved[group]
+        if names is not None:
+            found, expected = ({name: values[name] for name in names} for values in (found, expected))
         if found != expected:
             raise ValueError(
                 f"{group}: this run's differs from the checkpoint's in {path}: {expected} there, {found} here; use"

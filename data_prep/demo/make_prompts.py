@@ -22,11 +22,23 @@ COUNTS = {"arithmetic": 900, "code": 400, "explain": 240, "list": 180, "email": 
 HELDOUT_COUNT = 64
 
 # Words. Slot {toy} is one word of a list, {toy2} a different one. Nouns for counted things are plural.
-SHE = "Mia Nora Lena Priya Ava Rosa Hana Zoe Ivy Clara Amina Greta Lucia Tess".split()
-HE = "Tom Ben Omar Leo Jonas Ravi Felix Noah Hugo Emil Samir Kofi Max Pablo".split()
+SHE = ["Mia", "Nora", "Lena", "Priya", "Ava", "Rosa", "Hana", "Zoe", "Ivy", "Clara", "Amina", "Greta", "Lucia", "Tess"]
+HE = ["Tom", "Ben", "Omar", "Leo", "Jonas", "Ravi", "Felix", "Noah", "Hugo", "Emil", "Samir", "Kofi", "Max", "Pablo"]
 WORDS = {
-    "toy": ["marbles", "stickers", "toy cars", "seashells", "buttons", "beads", "postcards", "stamps", "badges",
-            "crayons", "pebbles", "trading cards"],
+    "toy": [
+        "marbles",
+        "stickers",
+        "toy cars",
+        "seashells",
+        "buttons",
+        "beads",
+        "postcards",
+        "stamps",
+        "badges",
+        "crayons",
+        "pebbles",
+        "trading cards",
+    ],
     "fruit": ["apples", "pears", "plums", "peaches", "oranges", "lemons", "mangoes", "apricots"],
     "bake": ["muffins", "cookies", "scones", "buns", "biscuits", "pretzels", "rolls", "cupcakes"],
     "goods": ["notebooks", "candles", "mugs", "pens", "puzzles", "plates", "cushions", "flower pots"],
@@ -65,26 +77,31 @@ TRAIN = {
         "{n} has {a} {toy} and finds {b} more in a drawer. How many {toy} does {n} have now?",
         "One basket holds {a} {fruit} and another holds {b} {fruit}. How many {fruit} are there altogether?",
         "{n} is {a} years old today. How old will {n} be in {b} years?",
-        "On {day}, {n} read {a} pages. The next day {they} read {b} pages. How many pages did {n} read in both days?"],
+        "On {day}, {n} read {a} pages. The next day {they} read {b} pages. How many pages did {n} read in both days?",
+    ],
     "join3": [
         "{n} pays {a} dollars for a {thing}, {b} for a {thing2} and {c} for a snack. How many dollars is that?",
         "{n} read {a} pages on Monday, {b} on Tuesday and {c} on Wednesday. How many pages did {n} read in all?",
-        "{n} rode {a} miles on the first day, {b} on the second and {c} on the third. How many miles is that in all?"],
+        "{n} rode {a} miles on the first day, {b} on the second and {c} on the third. How many miles is that in all?",
+    ],
     "left": [
         "{n} picked {a} {fruit} and gave {b} of them to {m}. How many {fruit} does {n} have left?",
         "{n} had {a} dollars and spent {b} dollars at the {shop}. How many dollars does {n} have left?",
         "{n} is {a} years old, and {m} is {b} years younger than {n}. How old is {m}?",
         "The {spot} is {a} miles away. {n} has already driven {b} miles. How many miles are left to drive?",
-        "{n} collected {a} {toy}, and {m} collected {b}. How many more {toy} did {n} collect than {m}?"],
+        "{n} collected {a} {toy}, and {m} collected {b}. How many more {toy} did {n} collect than {m}?",
+    ],
     "left2": [
         "{n} baked {a} {bake}, gave {b} to {m} and sold {c} at the {place}. How many {bake} are left?",
         "{n} had {a} dollars and paid {b} for a {thing} and {c} for lunch. How many dollars does {n} have left?",
-        "A bus starts with {a} passengers. Later {b} get off, and then {c} more. How many passengers are still on it?"],
+        "A bus starts with {a} passengers. Later {b} get off, and then {c} more. How many passengers are still on it?",
+    ],
     "up_down": [
         "{n} had {a} {toy}, got {b} more from {m} and then lost {c}. How many {toy} does {n} have now?",
         "A shelf held {a} books. The librarian added {b} new books and lent out {c}. How many books are there now?",
         "{n} saved {a} dollars in {month} and {b} later, then spent {c} on a {thing}. How many dollars are left?",
-        "There were {a} children at the {place}. Then {b} more came and {c} left. How many children are there now?"],
+        "There were {a} children at the {place}. Then {b} more came and {c} left. How many children are there now?",
+    ],
     "groups": [
         "{n} fills {b} {box} with {c} {toy} each. How many {toy} are in the {box} in total?",
         "{n} buys {b} {goods} at the {shop}. They cost {c} dollars each. How many dollars does {n} pay?",
@@ -92,52 +109,75 @@ TRAIN = {
         "One tray holds {c} {bake}. {n} bakes {b} full trays for the {place}. How many {bake} does {n} bake?",
         "A garden has {b} rows of {crop}, with {c} plants in each row. How many plants are in the garden?",
         "There are {b} tables in the {room}, and each table has {c} chairs. How many chairs are there in total?",
-        "{n} has {c} {toy}. {m} has {b} times as many {toy} as {n}. How many {toy} does {m} have?"],
+        "{n} has {c} {toy}. {m} has {b} times as many {toy} as {n}. How many {toy} does {m} have?",
+    ],
     "groups_plus": [
         "{n} has {b} {box} with {c} {fruit} each and {a} more {fruit} on the table. How many {fruit} is that in total?",
         "{n} buys {b} {goods} for {c} dollars each and a {thing} for {a} dollars. How many dollars does {n} spend?",
         "{n} had {a} dollars and earned {c} a week by {chore} for {b} weeks. How many dollars does {n} have now?",
-        "{n} had {a} {toy} and got {b} bags with {c} {toy} each as a present. How many {toy} does {n} have now?"],
+        "{n} had {a} {toy} and got {b} bags with {c} {toy} each as a present. How many {toy} does {n} have now?",
+    ],
     "groups_minus": [
         "{n} has {a} dollars and buys {b} {goods} for {c} dollars each. How many dollars does {n} have left?",
         "{n} baked {a} {bake} and packed {b} bags with {c} {bake} each. How many {bake} are not in a bag?",
         "A book has {a} pages. {n} reads {c} pages a day for {b} days. How many pages are left to read?",
-        "{n} has {a} feet of ribbon and cuts off {b} pieces of {c} feet each. How many feet of ribbon are left?"],
+        "{n} has {a} feet of ribbon and cuts off {b} pieces of {c} feet each. How many feet of ribbon are left?",
+    ],
     "share": [
         "{n} shares {a} {toy} equally among {b} friends. How many {toy} does each friend get?",
         "{n} packs {a} {bake} into bags, with {b} {bake} in each bag. How many bags does {n} fill?",
         "{n} reads {a} pages in {b} days, the same number every day. How many pages does {n} read each day?",
         "{n} paid {a} dollars for {b} {goods} that all had the same price. How many dollars did each one cost?",
-        "A boat travels {a} miles in {b} hours, always at the same speed. How many miles does it travel in one hour?"],
+        "A boat travels {a} miles in {b} hours, always at the same speed. How many miles does it travel in one hour?",
+    ],
     "share_sum": [
         "{n} picked {a} {fruit} and {m} picked {c}. They shared all equally among {b} people. How many did each get?",
-        "{n} baked {a} {bake} in the morning and {c} later. Each box holds {b} {bake}. How many boxes can {n} fill?"],
+        "{n} baked {a} {bake} in the morning and {c} later. Each box holds {b} {bake}. How many boxes can {n} fill?",
+    ],
     "share_rest": [
-        "{n} keeps {c} of {their} {a} {toy} and shares the rest equally among {b} cousins. How many does each get?"],
+        "{n} keeps {c} of {their} {a} {toy} and shares the rest equally among {b} cousins. How many does each get?"
+    ],
     "both": [
         "{n} has {a} {toy}. {m} has {b} more {toy} than {n}. How many {toy} do they have together?",
-        "{n} is {a} years old, and {m} is {b} years older than {n}. What is the sum of their ages?"],
+        "{n} is {a} years old, and {m} is {b} years older than {n}. What is the sum of their ages?",
+    ],
 }
 HELDOUT = {
     "join": ["{m} gives {n} {b} {toy} for {their} collection of {a}. How big is {n}'s collection of {toy} now?"],
     "join3": ["A {thing} costs {a} dollars, a {thing2} costs {b} and a card costs {c}. How much does {n} pay in all?"],
-    "left": ["{n} turns {a} this year. {Their} cousin {m} was born {b} years later. How old does {m} turn this year?",
-             "{n} stops for a rest after {b} miles on the {a}-mile path to the {spot}. How many miles are left?"],
+    "left": [
+        "{n} turns {a} this year. {Their} cousin {m} was born {b} years later. How old does {m} turn this year?",
+        "{n} stops for a rest after {b} miles on the {a}-mile path to the {spot}. How many miles are left?",
+    ],
     "left2": ["From a crate of {a} {fruit}, {n} uses {b} for juice and {c} for a cake. How many {fruit} remain in it?"],
-    "up_down": ["{n}'s piggy bank holds {a} dollars. {Their} aunt adds {b} dollars, and {n} takes out {c} dollars for "
-                "a {thing}. How much money is in the piggy bank now?"],
-    "groups": ["A van brings {b} {box} to the {shop}. Each of them contains {c} {goods}. How many {goods} arrive?",
-               "It takes {c} eggs to bake one cake. How many eggs does {n} need for {b} cakes for the {place}?"],
-    "groups_plus": ["{n} spent {b} evenings on a book about {about} and read {c} pages each evening. On the weekend "
-                    "{they} read another {a} pages. How many pages is that in total?"],
-    "groups_minus": ["With {a} dollars in {their} pocket, {n} goes to the village fair and takes {b} rides at {c} "
-                     "dollars per ride. How much money is left in {n}'s pocket?"],
-    "share": ["A teacher hands out {a} {toy} to {b} groups, the same number to each. How many {toy} go to each group?",
-              "{n} cycled {a} miles over {b} days, the same distance each day. How far did {n} cycle per day?"],
-    "share_sum": ["{n} found {a} {toy} in the attic and {m} found {c} in the cellar. They sorted all of them into {b} "
-                  "equal piles. How many {toy} are in each pile?"],
-    "both": ["On {day}, {n} sold {a} {bake} at the {place}. On Sunday {they} sold {b} more than on {day}. "
-             "How many {bake} did {n} sell over both days?"],
+    "up_down": [
+        "{n}'s piggy bank holds {a} dollars. {Their} aunt adds {b} dollars, and {n} takes out {c} dollars for "
+        "a {thing}. How much money is in the piggy bank now?"
+    ],
+    "groups": [
+        "A van brings {b} {box} to the {shop}. Each of them contains {c} {goods}. How many {goods} arrive?",
+        "It takes {c} eggs to bake one cake. How many eggs does {n} need for {b} cakes for the {place}?",
+    ],
+    "groups_plus": [
+        "{n} spent {b} evenings on a book about {about} and read {c} pages each evening. On the weekend "
+        "{they} read another {a} pages. How many pages is that in total?"
+    ],
+    "groups_minus": [
+        "With {a} dollars in {their} pocket, {n} goes to the village fair and takes {b} rides at {c} "
+        "dollars per ride. How much money is left in {n}'s pocket?"
+    ],
+    "share": [
+        "A teacher hands out {a} {toy} to {b} groups, the same number to each. How many {toy} go to each group?",
+        "{n} cycled {a} miles over {b} days, the same distance each day. How far did {n} cycle per day?",
+    ],
+    "share_sum": [
+        "{n} found {a} {toy} in the attic and {m} found {c} in the cellar. They sorted all of them into {b} "
+        "equal piles. How many {toy} are in each pile?"
+    ],
+    "both": [
+        "On {day}, {n} sold {a} {bake} at the {place}. On Sunday {they} sold {b} more than on {day}. "
+        "How many {bake} did {n} sell over both days?"
+    ],
 }
 
 # Code: (what it does, function names, parameter lists); {p} is the first parameter, {q} the second.
@@ -178,7 +218,8 @@ CODE = [
 ]
 
 # Explain: questions that follow "explain", and pairs whose difference is asked for.
-WORDS["q"] = """why the sky looks blue during the day|why leaves change color in autumn|why ice floats on water
+WORDS["q"] = (
+    """why the sky looks blue during the day|why leaves change color in autumn|why ice floats on water
 how a rainbow forms after the rain|why we have seasons on Earth|how bees make honey|why the moon seems to change shape
 how bread dough rises|why we need sleep|how a magnet attracts iron|why the sea tastes salty|how plants make their food
 why onions make people cry|how a battery gives power to a lamp|why cats purr|how a bicycle stays upright
@@ -186,12 +227,19 @@ why metal feels colder than wood|how clouds form in the sky|what a computer prog
 how a seed grows into a plant|why we see lightning before we hear thunder|what a budget is good for
 what interest on a loan means|why washing hands keeps us healthy|how a thermometer works
 what recycling means|why birds fly south in winter|how an elevator moves up and down|what a fraction is
-""".strip().replace("\n", "|").split("|")
-WORDS["pair"] = """a lake and a river|weather and climate|a frog and a toad|a list and a tuple in Python
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
+WORDS["pair"] = (
+    """a lake and a river|weather and climate|a frog and a toad|a list and a tuple in Python
 butter and margarine|a comet and an asteroid|a fruit and a vegetable|a simile and a metaphor|speed and acceleration
 a virus and a bacterium|a loan and a gift|a solid and a liquid|a city and a village|a planet and a star
 a novel and a short story|a while loop and a for loop|a fact and an opinion|jam and honey|a crocodile and a lizard
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
 EXPLAIN = [
     "Explain {q} in simple words and in no more than three sentences.",
     "Can you explain to a ten-year-old child {q}? Please keep it short.",
@@ -205,7 +253,8 @@ EXPLAIN = [
 WORDS["kid"] = ["little sister", "nephew", "young neighbor", "grandson", "daughter"]
 
 # Lists and e-mails.
-WORDS["topic"] = """ideas for a rainy afternoon at home|tips for sleeping better|healthy snacks to take to work
+WORDS["topic"] = (
+    """ideas for a rainy afternoon at home|tips for sleeping better|healthy snacks to take to work
 ways to save water in the kitchen|ideas for a small birthday party|tips for learning new words in another language
 games to play on a long train ride|things to pack for a weekend at the lake|tips for keeping a desk tidy
 easy dinners with rice|ideas for a gift under ten dollars|ways to make a new colleague feel welcome
@@ -213,7 +262,10 @@ tips for growing tomatoes on a balcony|questions to ask at a job interview|names
 ways to relax after a busy day|tips for giving a short speech|ideas for a school science project
 animals that are active at night|good habits for saving money|tips for taking better photos|uses for old glass jars
 exercises to do without any equipment|ideas for a neighborhood picnic|tips for cooking with children
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
 LIST = [
     "Give me {many} {topic}, as a numbered list.",
     "List {many} {topic}. Use one short sentence for each.",
@@ -221,7 +273,8 @@ LIST = [
     "I am looking for {topic}. Can you give me {many} of them?",
     "What are {many} {topic}? Answer with short bullet points.",
 ]
-WORDS["purpose"] = """your teacher to say that you will miss class on {day}|a neighbor to ask for help with a shelf
+WORDS["purpose"] = (
+    """your teacher to say that you will miss class on {day}|a neighbor to ask for help with a shelf
 your manager to ask for a day off on {day}|a friend to invite them to dinner on {day}|a hotel to ask about parking
 a colleague to thank them for their help with a report|a landlord to report a dripping tap in the kitchen
 a library to ask for a book about {about}|a customer to say that their {thing} will arrive on {day}
@@ -230,7 +283,10 @@ a friend to congratulate them on a new job|your grandmother to thank her for the
 a dentist's office to change an appointment from {day} to {day2}|a baker to order {bake} for a party in {month}
 a school to ask about a cooking course in {month}|your neighbors to announce a street party on {day}
 a friend to say sorry for forgetting their birthday|a coach to ask what time training starts on {day}
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
 EMAIL = [
     "Write a short e-mail to {purpose}. Sign it with the name {n}.",
     "Please write a short and friendly e-mail to {purpose}. My name is {n}.",
@@ -239,11 +295,15 @@ EMAIL = [
 ]
 
 # Rewrite: blunt sentences to make polite, loose ones to make clear, and small stories to summarize.
-WORDS["rude"] = """Send me the numbers by {day}.|You never answer my messages.|Move your {thing}, it is in my way.
+WORDS["rude"] = (
+    """Send me the numbers by {day}.|You never answer my messages.|Move your {thing}, it is in my way.
 Your music is too loud, turn it down.|I want my money back for this {thing}.|Stop talking, I am trying to work.
 This report is bad, do it again before {day}.|Bring the {bake} on {day} and do not forget them again.
 You gave me the wrong {goods}, fix it.|Hurry up, we are late for the bus.|Close the window, I am cold.
-""".strip().replace("\n", "|").split("|")
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
 WORDS["loose"] = """{n} and me was going to the {spot} on {day} but then it rained so we did not go.
 me and {n} seen a lot of {crop} in the garden, it was real nice.
 The {shop} it has many {goods} and they are not costing much money.
@@ -327,12 +387,18 @@ def row(name, category, text):
 
 def main():
     rng = random.Random(SEED)
-    train_templates, heldout_templates = (sum(family.values(), []) for family in (TRAIN, HELDOUT))
+    train_templates, heldout_templates = (
+        [template for kind in family.values() for template in kind] for family in (TRAIN, HELDOUT)
+    )
     assert not set(train_templates) & set(heldout_templates), "a held-out template is used for training"
 
     makers = {
-        "arithmetic": make_arithmetic(TRAIN, rng), "code": make_code(rng), "explain": make_plain(EXPLAIN, rng),
-        "list": make_plain(LIST, rng), "email": make_plain(EMAIL, rng), "rewrite": make_plain(REWRITE, rng),
+        "arithmetic": make_arithmetic(TRAIN, rng),
+        "code": make_code(rng),
+        "explain": make_plain(EXPLAIN, rng),
+        "list": make_plain(LIST, rng),
+        "email": make_plain(EMAIL, rng),
+        "rewrite": make_plain(REWRITE, rng),
     }
     placed = []  # (place in the file from 0 to 1, row): every category is spread evenly over the file
     for category, count in COUNTS.items():

@@ -1,0 +1,46 @@
+# Everything runs in .venv; what is done is not done again. `make help` lists the targets.
+PYTHON ?= python3
+BIN := .venv/bin
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
+export TOKENIZERS_PARALLELISM := false
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: help setup demo test mutants bench check format
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: .venv/ready  ## virtual environment, packages, DeepSpeed's CPU extension
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --upgrade --quiet pip
+	@echo "installing torch"; $(BIN)/pip install --quiet --constraint constraints.txt torch
+	@echo "installing the rest"; $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	@echo "building DeepSpeed's CPU extension (1 to 3 minutes)"; rm -rf $(TORCH_EXTENSIONS_DIR)
+	$(BIN)/python -c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()"
+	touch $@
+
+demo: setup  ## a real model, a drafter trained for it, both measured: about 20 minutes on 2 cores
+	$(BIN)/python train/run.py +model=demo
+
+test: setup .venv/transformers4  ## the test suite
+	$(BIN)/python -m pytest
+
+# Transformers 4.57.1 beside the environment, for the test that exports load there too.
+.venv/transformers4: .venv/ready
+	$(BIN)/pip install --quiet --no-deps --target $@ transformers==4.57.1 huggingface-hub==0.36.0 tokenizers==0.22.1
+
+mutants: setup  ## plant one fault at a time, and see the named test fail
+	$(BIN)/python tests/mutants.py
+
+bench: setup  ## both sides of every speed claim, and their ratio
+	$(BIN)/python tests/bench/decode.py
+
+check: setup  ## format, lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: setup  ## format, and mend what lint can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .

@@ -1,0 +1,331 @@
+"""The decoding loop against Transformers' own greedy generation, token for token in fp32, and the acceptance rule
+against the distribution it must keep. Scripted drafters know the target's text and get a chosen number of drafts right, so
+that stops, limits and counts can be worked out by hand. Sampling: chi-square of the first two emitted tokens against
+p(a) p(b | a) over 20,000 draws from a small table of distributions, for both kinds of proposals."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from helpers import SHAPE, greedy, scripted_drafter, tiny_drafter, tiny_target
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from dflash.generate import Proposal, accept, generate, probabilities
+
+S = 8
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("Llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def text(target):
+    """A prompt of 6 tokens and the target's greedy answer of 60, whose first 12 tokens all differ."""
+    for seed in range(100):
+        prompt = torch.randint(2, 80, (6,), generator=torch.Generator().manual_seed(seed)).tolist()
+        answer = greedy(target, prompt, 60)
+        if len(set(answer[:12])) == 12:
+            return prompt, answer
+    raise AssertionError("no such prompt")
+
+
+def run(target, prompt, max_new_tokens, drafter=None, **options):
+    return generate(target, torch.tensor([prompt]), max_new_tokens, drafter, **options)
+
+
+# greedy: the target's own tokens
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_greedy_equals_hf(kind):
+    target = tiny_target(kind, seed=2)
+    for seed, length, limit in [(0, 1, 25), (1, 9, 40), (2, 30, 17)]:
+        prompt = torch.randint(2, 80, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+        expected = greedy(target, prompt, limit)
+        plain = run(target, prompt, limit)
+        drafted = run(target, prompt, limit, tiny_drafter(target, seed=seed))
+        assert plain.tokens == drafted.tokens == expected
+        assert plain.accepted == [1] * (limit - 1)
+        for right in ([0, 1, 2, 3, 4, 5, 6, 7], [7, 0, 7, 0, 7], [3] * 20):
+            drafter = scripted_drafter(prompt + expected, S, right)
+            assert run(target, prompt, limit, drafter).tokens == expected
+
+
+def test_spec_generate_returns_prompt_and_answer(target, text):
+    prompt, answer = text
+    out = tiny_drafter(target).spec_generate(target, torch.tensor([prompt]), 20, stop_token_ids=[answer[9]])
+    assert out.tolist() == [prompt + answer[:10]]
+
+
+# stops: the first token, each place in a block, the bonus token
+
+
+@pytest.mark.parametrize("at", range(11))
+@pytest.mark.parametrize("right", [[7, 7], [4, 4], [0] * 12])
+def test_stop_token(target, text, at, right):
+    """With 7 right, answer[1..7] are drafts and answer[8] the bonus token; with 4, 1..4 and 5; with 0 all are bonus."""
+    prompt, answer = text
+    result = run(target, prompt, 60, scripted_drafter(prompt + answer, S, right), stop_token_ids=[answer[at], 79])
+    assert result.tokens == greedy(target, prompt, 60, stop=[answer[at], 79]) == answer[: at + 1]
+    step = right[0] + 1
+    assert result.accepted_raw == [step] * -(-at // step)
+    assert result.accepted == [step] * (at // step) + ([at % step] if at % step else [])
+
+
+def test_stop_token_without_drafter(target, text):
+    prompt, answer = text
+    assert run(target, prompt, 60, stop_token_ids=[answer[5]]).tokens == answer[:6]
+
+
+@pytest.mark.parametrize("at", [0, 3, 8])
+def test_mask_id_is_an_ordinary_token(target, text, at):
+    """The target says the drafter's mask token: it is kept, by a drafter that proposes it and by one that does not."""
+    prompt, answer = text
+    drafter = tiny_drafter(target, mask_token_id=answer[at])
+    assert run(target, prompt, 25, drafter).tokens == answer[:25]
+    assert run([answer[at]] and target, [answer[at], *prompt], 9, drafter).tokens == greedy(
+        target, [answer[at], *prompt], 9
+    )
+    known = scripted_drafter(prompt + answer, S)
+    drafter.propose = known.propose
+    drafter.begin, drafter.taps = known.begin, known.taps
+    result = run(target, prompt, 25, drafter)
+    assert result.tokens == answer[:25] and result.accepted == [8, 8, 8]
+
+
+# limits and counts
+
+
+@pytest.mark.parametrize(
+    "limit, right, accepted, raw",
+    [
+        (12, [], [8, 3], [8, 8]),
+        (1, [], [], []),
+        (2, [], [1], [8]),
+        (9, [], [8], [8]),
+        (10, [2, 0, 7], [3, 1, 5], [3, 1, 8]),
+        (17, [7, 6, 5], [8, 7, 1], [8, 7, 6]),
+        (6, [0, 0, 3], [1, 1, 3], [1, 1, 4]),
+    ],
+)
+def test_counts_by_hand(target, text, limit, right, accepted, raw):
+    prompt, answer = text
+    result = run(target, prompt, limit, scripted_drafter(prompt + answer, S, right))
+    assert result.tokens == answer[:limit]
+    assert (result.accepted, result.accepted_raw) == (accepted, raw)
+    if accepted:
+        assert result.tau == pytest.approx((limit - 1) / len(accepted))
+    else:
+        assert math.isnan(result.tau)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 7])
+def test_oracle_drafter_has_tau_of_the_block_size(target, text, blocks):
+    prompt, answer = text
+    result = run(target, prompt, 1 + blocks * S, scripted_drafter(prompt + answer, S))
+    assert result.tau == S and result.tokens == answer[: 1 + blocks * S]
+
+
+def test_one_target_forward_for_each_step(target, text):
+    """The prefill and one forward per verify step; a forward never sees the verified text again."""
+    prompt, answer = text
+    lengths = []
+    handle = target.model.embed_tokens.register_forward_hook(lambda module, args, out: lengths.append(out.shape[1]))
+    result = run(target, prompt, 30, scripted_drafter(prompt + answer, S, [2, 5, 0]))
+    handle.remove()
+    assert lengths == [6] + [S] * len(result.accepted)
+
+
+def test_generations_do_not_touch_each_other(target):
+    """Long, short, long with one drafter: each equals a run with a drafter of its own."""
+    drafter = tiny_drafter(target, seed=3)
+    for seed, length, limit in [(0, 20, 30), (1, 2, 5), (2, 11, 40)]:
+        prompt = torch.randint(2, 80, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+        shared = run(target, prompt, limit, drafter)
+        alone = run(target, prompt, limit, tiny_drafter(target, seed=3))
+        assert (shared.tokens, shared.accepted_raw) == (alone.tokens, alone.accepted_raw)
+    assert not any(layer._forward_hooks for layer in target.model.layers), "a hook was left behind"
+
+
+def test_smaller_blocks(target, text):
+    prompt, answer = text
+    for size in (2, 5, 8):
+        result = run(target, prompt, 1 + 3 * size, scripted_drafter(prompt + answer, S), block_size=size)
+        assert result.accepted == [size] * 3 and result.tokens == answer[: 1 + 3 * size]
+        assert run(target, prompt, 20, tiny_drafter(target), block_size=size).tokens == answer[:20]
+
+
+@pytest.mark.parametrize("size", [0, 1, 9, 16])
+def test_other_block_sizes_are_refused(target, text, size):
+    with pytest.raises(ValueError, match=rf"block_size: found {size}, expected 2\.\.8"):
+        run(target, text[0], 20, tiny_drafter(target), block_size=size)
+
+
+def test_block_size_needs_a_drafter(target, text):
+    with pytest.raises(ValueError, match="block_size"):
+        run(target, text[0], 20, block_size=4)
+
+
+@pytest.mark.parametrize(
+    "kind, extra",
+    [
+        ("Mistral", {"sliding_window": 16}),
+        ("Gemma2", {"sliding_window": 16}),
+        ("Gemma3", {"sliding_window": 16}),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
+    ],
+)
+def test_sliding_window_targets_are_refused_by_name(kind, extra):
+    windowed = tiny_target(kind, **extra)
+    with pytest.raises(ValueError, match=rf"{windowed.config.model_type}.*sliding"):
+        run(windowed, [5, 6, 7], 5)
+
+
+@pytest.mark.parametrize("kind, extra", [("Mistral", {"sliding_window": None}), ("Qwen2", {"sliding_window": 4096})])
+def test_windows_that_are_off_are_no_reason_to_refuse(kind, extra):
+    full = tiny_target(kind, **extra)
+    assert run(full, [5, 6, 7], 12, tiny_drafter(full)).tokens == greedy(full, [5, 6, 7], 12)
+
+
+def test_lengths_beyond_the_target_are_refused(target, text):
+    limit = SHAPE["max_position_embeddings"] - 6 - S
+    with pytest.raises(ValueError, match="max_new_tokens.*513.*512"):
+        run(target, text[0], limit + 1, tiny_drafter(target))
+
+
+# sampling
+
+
+VOCAB = 5
+
+
+def tables(seed, temperature, top_p, top_k):
+    """Distributions p[previous] of the target and q1, q2 of the drafter, all of them warped the same way."""
+    logits = 1.5 * torch.randn(VOCAB + 2, VOCAB, generator=torch.Generator().manual_seed(seed))
+    probs = warp(logits, temperature, top_p, top_k)
+    return logits[:VOCAB], probs[:VOCAB], probs[VOCAB:]
+
+
+def warp(logits, temperature, top_p, top_k):
+    """Transformers' warpers, in the order in which its `generate` applies them."""
+    logits = TemperatureLogitsWarper(float(temperature))(None, logits)
+    if top_k:
+        logits = TopKLogitsWarper(top_k)(None, logits)
+    if top_p < 1:
+        logits = TopPLogitsWarper(top_p)(None, logits)
+    return logits.softmax(-1)
+
+
+WARPS = [(0.7, 1.0, 0), (1.0, 1.0, 0), (1.0, 0.75, 0), (0.7, 0.8, 3), (1.3, 1.0, 2), (1.0, 0.05, 0)]
+
+
+@pytest.mark.parametrize("temperature, top_p, top_k", WARPS)
+def test_probabilities_are_hfs_warpers(temperature, top_p, top_k):
+    logits = 2 * torch.randn(200, 40, generator=torch.Generator().manual_seed(9))
+    found = probabilities(logits, temperature, top_p, top_k)
+    expected = warp(logits, temperature, top_p, top_k)
+    assert torch.equal(found > 0, expected > 0)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(probabilities(logits[3], temperature, top_p, top_k), expected[3], atol=1e-6)
+
+
+def chi_square(counts, expected):
+    """(statistic, bound): the bound is the 1 - 1e-5 quantile (Wilson and Hilferty). Rare cells are put together."""
+    assert counts[expected == 0].sum() == 0, "a token that has no probability was emitted"
+    rare = (expected < 5) & (expected > 0)
+    counts = torch.cat((counts[expected >= 5], counts[rare].sum()[None]))
+    expected = torch.cat((expected[expected >= 5], expected[rare].sum()[None]))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    df = len(expected) - 1
+    bound = df * (1 - 2 / (9 * df) + 4.265 * math.sqrt(2 / (9 * df))) ** 3
+    return float(((counts - expected) ** 2 / expected).sum()), bound
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("temperature, top_p, top_k", WARPS[:4])
+def test_acceptance_keeps_the_targets_distribution(temperature, top_p, top_k, sampled):
+    """Blocks of two drafts behind anchor 0, verified by `accept` until two tokens are out."""
+    draws = 20_000
+    logits, p, q = tables(11, temperature, top_p, top_k)
+    code = probabilities(logits, temperature, top_p, top_k)
+    generator = torch.Generator().manual_seed(4)
+    if sampled:
+        drafts = torch.stack([torch.multinomial(row, 2 * draws, True, generator=generator) for row in q], dim=1)
+    else:
+        drafts = q.argmax(-1)[None].expand(2 * draws, 2)
+    kinds = {}  # what accept is given, for every pair of drafts and every anchor
+    for a in range(VOCAB):
+        for first in range(VOCAB):
+            for second in range(VOCAB):
+                block = torch.tensor([a, first, second])
+                kinds[a, first, second] = Proposal(block[1:], q if sampled else None), code[block], logits[block]
+    counts = torch.zeros(VOCAB, VOCAB)
+    for first, again in zip(drafts[:draws].tolist(), drafts[draws:].tolist()):
+        out = accept(*kinds[0, *first], generator).tolist()
+        if len(out) < 2:
+            out += accept(*kinds[out[0], *again], generator).tolist()
+        counts[out[0], out[1]] += 1
+    statistic, bound = chi_square(counts, draws * p[0][:, None] * p)
+    assert statistic < bound
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_impossible_tokens_are_never_accepted(sampled, monkeypatch):
+    """u = 0 exactly: a draft with p = 0 is still wrong, a draft with any p > 0 is right."""
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.zeros(*size))
+    p = torch.tensor([[0.0, 0.5, 0.5], [0.3, 0.0, 0.7], [1.0, 0.0, 0.0]])
+    q = torch.tensor([[0.6, 0.4, 0.0], [0.1, 0.9, 0.0]]) if sampled else None
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        out = accept(Proposal(torch.tensor([0, 1]), q), p, p, generator).tolist()
+        assert len(out) == 1 and out[0] in (1, 2)
+        assert out[0] == 2 or not sampled  # max(p - q, 0) leaves token 2 alone: 0.5 - 0.4 = 0.1 and 0.5
+        out = accept(Proposal(torch.tensor([1, 1]), q), p, p, generator).tolist()
+        assert len(out) == 2 and out[0] == 1 and out[1] in (0, 2)
+        out = accept(Proposal(torch.tensor([1, 0]), q), p, p, generator).tolist()
+        assert out == [1, 0, 0]
+
+
+def test_residual_by_hand(monkeypatch):
+    """u close to 1 rejects the first draft; the new token comes from max(p - q, 0) = [0, 0.1, 0.3] / 0.4."""
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size, 0.999))
+    p, q = torch.tensor([[0.2, 0.5, 0.3]] * 2), torch.tensor([[0.6, 0.4, 0.0]])
+    generator = torch.Generator().manual_seed(1)
+    drawn = [accept(Proposal(torch.tensor([0]), q), p, p, generator).tolist() for _ in range(4000)]
+    assert all(len(tokens) == 1 for tokens in drawn)
+    counts = torch.bincount(torch.tensor(drawn)[:, 0], minlength=3)
+    statistic, bound = chi_square(counts.float(), 4000 * torch.tensor([0.0, 0.25, 0.75]))
+    assert statistic < bound
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_sampling_through_the_whole_loop(sampled):
+    """`generate` with a real drafter: tokens 2 and 3 of an answer against the target's distributions over 600 runs."""
+    small = dict(vocab_size=6, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2)
+    target = tiny_target("Llama", seed=5, num_key_value_heads=1, **small)
+    drafter = tiny_drafter(target, taps=(0, 1), num_layers=1, block_size=3)
+    prompt, runs = [2, 3, 4], 600
+    generator = torch.Generator().manual_seed(6)
+    options = dict(temperature=1.5, top_p=0.9, sampled_proposals=sampled, generator=generator)
+    answers = [run(target, prompt, 3, drafter, **options).tokens for _ in range(runs)]
+    expected = torch.zeros(6, 6)
+    with torch.no_grad():
+        first = warp(target(torch.tensor([prompt])).logits[0, -1:], 1.5, 0.9, 0)[0]
+        for a in range(6):
+            second = warp(target(torch.tensor([[*prompt, a]])).logits[0, -1:], 1.5, 0.9, 0)[0]
+            for b in range(6):
+                third = warp(target(torch.tensor([[*prompt, a, b]])).logits[0, -1:], 1.5, 0.9, 0)[0]
+                expected[b] += first[a] * second[b] * third
+    counts = torch.zeros(6, 6)
+    for _, b, c in answers:
+        counts[b, c] += 1
+    statistic, bound = chi_square(counts, runs * expected)
+    assert statistic < bound
+
+
+def test_transformers_model_kinds_are_there():
+    """The names that the refusals above rely on."""
+    assert transformers.MistralConfig().model_type == "mistral"

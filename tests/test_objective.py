@@ -1,0 +1,119 @@
+"""`block_loss` against a float64 double loop. The reference runs one block at a time through a drafter written again
+in helpers.py, sees the context of that block only, forms full logits, and sums weight times cross-entropy over blocks
+and slots in Python. Compared: the loss, the gradient of every drafter parameter, and the slots that were right."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import MASK, eligible, pack, random_rows, reference_drafter, tiny_drafter, tiny_target
+
+from dflash.model import TargetEnds
+from dflash.objective import block_loss
+
+S, GAMMA = 8, 4.0
+LENGTHS = [17, 5, 23]
+
+
+def ends_of(kind):
+    """Two tables and scales: plain and tied, or everything that a target may have."""
+    g = torch.Generator().manual_seed(5)
+    embed, head = torch.randn(80, 48, generator=g), torch.randn(80, 48, generator=g)
+    if kind == "tied":
+        return TargetEnds(embed, embed)
+    return TargetEnds(embed, head, embed_scale=1.7, logit_scale=0.4, softcap=3.0 if kind == "capped" else None)
+
+
+@pytest.fixture(scope="module")
+def drafter():
+    return tiny_drafter(tiny_target("Qwen3"))
+
+
+@pytest.fixture(scope="module")
+def case():
+    """Rows with gaps and tails; anchors: every second eligible one, and always the last, whose block is cut short."""
+    rows = random_rows(LENGTHS, 3 * 48, supervised=0.9)
+    anchors = [sorted(set(eligible(mask)[::2] + eligible(mask)[-1:])) for _, mask, _ in rows]
+    return rows, anchors
+
+
+def slow_loss(drafter, rows, anchors, ends):
+    """Loss, gradients by name, and per block {slot: was it right}."""
+    params = {name: p.detach().double().requires_grad_() for name, p in drafter.named_parameters()}
+    loss, right = 0.0, []
+    for (ids, mask, features), local in zip(rows, anchors):
+        for a in local:
+            slots = torch.tensor([ids[a]] + [MASK] * (S - 1))
+            embeds = ends.embed_VD.double()[slots] * ends.embed_scale
+            hidden = reference_drafter(params, drafter.config, embeds, features[:a])
+            right.append({})
+            for k in range(1, S):
+                if a + k >= len(ids) or not mask[a + k]:
+                    break
+                logits = ends.head_VD.double() @ hidden[k] * ends.logit_scale
+                if ends.softcap is not None:
+                    logits = ends.softcap * torch.tanh(logits / ends.softcap)
+                loss = loss + math.exp(-(k - 1) / GAMMA) * F.cross_entropy(logits[None], ids[a + k : a + k + 1])
+                right[-1][k] = bool(logits.argmax() == ids[a + k])
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in params.items()}, right
+
+
+@pytest.mark.parametrize("kind", ["tied", "scaled", "capped"])
+def test_block_loss_is_the_double_loop(drafter, case, kind):
+    rows, anchors = case
+    ends = ends_of(kind)
+    expected, grads, right = slow_loss(drafter, rows, anchors, ends)
+    assert any(len(slots) < S - 1 for slots in right), "no block is cut short: a weak test"
+    results = {}
+    for chunk in (1, 7, 10_000):
+        drafter.zero_grad()
+        out = block_loss(drafter, pack(rows, anchors, S, GAMMA), ends, chunk)
+        out.loss.backward()
+        results[chunk] = out
+        assert out.loss.dtype == torch.float32
+        assert out.loss.item() == pytest.approx(expected, rel=1e-5)
+        for name, parameter in drafter.named_parameters():
+            scale = grads[name].abs().max()
+            assert scale > 0, f"{name} has no gradient in the reference: a weak test"
+            assert (parameter.grad - grads[name]).abs().max() < 2e-4 * scale, name
+        for row, slots in zip(out.right_AS.tolist(), right):
+            assert row == [slots.get(k, False) for k in range(S)]
+    for chunk in (1, 7):
+        assert torch.equal(results[chunk].right_AS, results[10_000].right_AS)
+
+
+def test_right_slots_are_found(drafter, case):
+    """With labels replaced by the drafter's own predictions, every weighted slot is right; with others, none."""
+    rows, anchors = case
+    ends = ends_of("tied")
+    batch = pack(rows, anchors, S, GAMMA)
+    seen = []
+    handle = drafter.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    block_loss(drafter, batch, ends, 64)
+    handle.remove()
+    predicted_AS = (seen[0] @ ends.head_VD.T).argmax(-1).view_as(batch.blocks.label_AS)
+    batch.blocks.label_AS = predicted_AS
+    assert torch.equal(block_loss(drafter, batch, ends, 64).right_AS, batch.blocks.weight_AS > 0)
+    batch.blocks.label_AS = (predicted_AS + 1) % 80
+    assert not block_loss(drafter, batch, ends, 64).right_AS.any()
+
+
+def test_target_ends_get_no_gradient(drafter, case):
+    ends = ends_of("scaled")
+    ends.head_VD.requires_grad_()
+    block_loss(drafter, pack(*case, S, GAMMA), ends, 64).loss.backward()
+    assert ends.head_VD.grad is None
+    drafter.zero_grad()
+
+
+@pytest.mark.parametrize("anchors", [[[], [], []], [[len_ - 1] for len_ in LENGTHS]])
+def test_nothing_to_learn(drafter, case, anchors):
+    """No anchors (the bin that fills up a rank), or anchors without a label: loss 0, zero gradients, and a graph."""
+    drafter.zero_grad()
+    out = block_loss(drafter, pack(case[0], anchors, S, GAMMA), ends_of("capped"), 64)
+    assert out.loss.item() == 0 and out.right_AS.shape == (sum(map(len, anchors)), S)
+    out.loss.backward()
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
