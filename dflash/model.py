@@ -43,9 +43,11 @@ class TargetEnds:
         return rows if self.embed_scale == 1.0 else rows * self.embed_scale
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normed hidden states [..., D] -> fp32 logits [..., V]."""
-        logits = F.linear(hidden.to(self.head_VD.dtype), self.head_VD).float() * self.logit_scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        """Normed hidden states [..., D] -> logits [..., V], in the head's dtype; in fp32 where scaled or capped."""
+        logits = F.linear(hidden.to(self.head_VD.dtype), self.head_VD)
+        if self.logit_scale != 1.0:
+            logits = logits.float() * self.logit_scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits.float() / self.softcap)
 
     @classmethod
     def of(cls, target: nn.Module, config: Qwen3Config) -> "TargetEnds":

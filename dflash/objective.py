@@ -43,23 +43,25 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_ND, label_N, weight_N, ends: TargetEnds, chunk: int):
-        grad_ND = torch.empty_like(hidden_ND)
+        grad_ND = torch.empty_like(hidden_ND, dtype=ends.head_VD.dtype)
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
         predicted_N = torch.empty_like(label_N)
         for start in range(0, len(hidden_ND), chunk):
             part = slice(start, start + chunk)
             label, weight = label_N[part, None], weight_N[part, None]
             logits = ends.logits(hidden_ND[part])
-            slope = None if ends.softcap is None else 1 - (logits / ends.softcap).square()
             highest, predicted = logits.max(dim=-1, keepdim=True)
             predicted_N[part] = predicted[:, 0]
-            gold = logits.gather(1, label) - highest
-            total = logits.sub_(highest).exp_().sum(dim=-1, keepdim=True)
-            loss += (weight * (total.log() - gold)).sum()
-            grad = logits.mul_(weight * ends.logit_scale / total)
-            grad.scatter_add_(1, label, -weight * ends.logit_scale)
-            if slope is not None:
-                grad *= slope
+            probs = logits.softmax(dim=-1, dtype=torch.float32)
+            # The log-sum-exp follows from the largest probability: at least 1 / V, so its logarithm is safe.
+            total = highest.float() - probs.gather(1, predicted).log()
+            loss += (weight * (total - logits.gather(1, label).float())).sum()
+            if not ctx.needs_input_grad[0]:
+                continue
+            probs.scatter_add_(1, label, torch.full_like(weight, -1.0))
+            if ends.softcap is not None:
+                probs *= 1 - (logits / ends.softcap).square()
+            grad = torch.mul(probs, weight * ends.logit_scale, out=logits)
             grad_ND[part] = grad.to(ends.head_VD.dtype) @ ends.head_VD
         ctx.save_for_backward(grad_ND)
         ctx.mark_non_differentiable(predicted_N)
@@ -68,7 +70,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _):
         (grad_ND,) = ctx.saved_tensors
-        return (grad_ND * grad_loss).to(grad_ND.dtype), None, None, None, None
+        return grad_ND * grad_loss, None, None, None, None
 
 
 def block_loss(drafter, batch: BlockBatch, ends: TargetEnds, chunk: int) -> BlockLoss:

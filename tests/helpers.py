@@ -17,11 +17,12 @@ from dflash.model import DFlashDraftModel
 from dflash.objective import BlockBatch, block_loss
 
 MASK = 1  # the mask token of the tiny drafters
-SHAPE = dict(
-    vocab_size=80, hidden_size=48, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, rms_norm_eps=1e-5,
-    bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False, attn_implementation="sdpa",
-)  # fmt: skip
+SHAPE = {
+    "vocab_size": 80, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "rms_norm_eps": 1e-5,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False,
+    "attn_implementation": "sdpa",
+}  # fmt: skip
 
 
 def perturb(module, seed=0):
@@ -138,7 +139,7 @@ def reference_drafter(params, config, embeds_SD, features_TF):
     return norm(x, "norm")
 
 
-def scripted_drafter(sequence, block_size, right=(), vocab=80):
+def scripted_drafter(sequence, block_size, right=()):
     """A drafter that knows the whole text (prompt and answer) and gets `right[step]` drafts right, then all wrong.
 
     Without an entry for a step it gets all right. It finds its place by counting the features it was given, and checks
@@ -151,7 +152,7 @@ def scripted_drafter(sequence, block_size, right=(), vocab=80):
         assert anchor_id.tolist() == sequence[at : at + 1], "the anchor is not the token behind the features"
         drafts = (sequence[at + 1 :] + [0] * num_drafts)[:num_drafts]
         num_right = right[step] if step < len(right) else num_drafts
-        drafts = [t if i < num_right else (t + 1) % vocab for i, t in enumerate(drafts)]
+        drafts = [t if i < num_right else t ^ 1 for i, t in enumerate(drafts)]
         state["step"] += 1
         return Proposal(torch.tensor(drafts), None)
 

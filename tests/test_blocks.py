@@ -156,7 +156,10 @@ def test_eligible_and_sampled_anchors(mask, count):
 
 def test_anchors_depend_on_the_arguments_alone():
     mask = torch.ones(60, dtype=torch.bool)
-    draw = lambda **key: sample_anchors(mask, 5, **{**dict(seed=0, epoch=0, row_id="a"), **key}).tolist()  # noqa: E731
+
+    def draw(**key):
+        return sample_anchors(mask, 5, **{"seed": 0, "epoch": 0, "row_id": "a", **key}).tolist()
+
     torch.manual_seed(1)
     first = draw()
     torch.manual_seed(2)

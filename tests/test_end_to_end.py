@@ -1,0 +1,56 @@
+"""The one command that the README promises, on an empty cache: two ranks under DeepSpeed train, the export is evaluated,
+and a second call has nothing to prepare. References: exit codes, the files, and what the first call left on disk.
+"""
+
+import json
+import time
+
+import pytest
+import run_helpers as helpers
+
+OVERRIDES = ["launch.ranks=2", "optim.steps=12", "optim.lr=4e-3", "save_every=6", "evaluate.prompts=2"]
+
+
+@pytest.fixture(scope="module")
+def calls():
+    """Two calls of the same command: [(outcome, seconds)], and the folder."""
+    folder, done = helpers.folder(), []
+    for _ in range(2):
+        started = time.perf_counter()
+        arguments = ["train/run.py", "+model=tiny", f"cache.dir={folder}/cache", f"runs={folder}/runs", *OVERRIDES]
+        done.append((helpers.run(*arguments, timeout=150), time.perf_counter() - started))
+        assert done[-1][0].returncode == 0, done[-1][0].stdout[-1500:] + done[-1][0].stderr[-3000:]
+    return done, folder
+
+
+def test_the_command_prepares_trains_evaluates_and_exports(calls):
+    (first, _), folder = calls[0][0], calls[1]
+    run, export = folder / "runs/tiny", folder / "runs/tiny/export"
+    assert "12/12" in first.stdout and "reloaded in a fresh process and equal" in first.stdout
+    for name in ("config.json", "model.safetensors", "model.py", "generate.py", "dflash_training.json", "README.md"):
+        assert (export / name).exists(), name
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-000006", "step-000012"]
+    steps = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert steps[-1]["step"] == 12 and any("heldout/tau" in values for values in steps)
+    assert len({values["step"] for values in steps if "loss" in values}) == len([s for s in steps if "loss" in s])
+
+
+def test_the_evaluation_shows_identical_outputs_and_the_card_its_figures(calls):
+    export = calls[1] / "runs/tiny/export"
+    (report,) = json.loads((export / "evaluation.json").read_text()).values()
+    identity = report["identity"]
+    assert identity["prompts"] == 2 and identity["different"] == 0
+    assert identity["identical"] + identity["near_ties"] == 2
+    assert 1 <= report["tau"] <= 8 and report["verify_steps"] > 0 and report["prompts"] == 2
+    card = (export / "README.md").read_text()
+    assert f"{report['tau']:.2f}" in card and "spec_generate" in card and "taps\n[1, 2, 3]" in card
+
+
+def test_what_is_prepared_is_not_prepared_again(calls):
+    (first, seconds), (second, seconds_again) = calls[0]
+    folder = calls[1]
+    assert "regenerate:" in first.stdout and "capture" in first.stderr
+    assert "regenerate:" not in second.stdout and "capture" not in second.stderr
+    assert len(list((folder / "cache").glob("features-*"))) == len(list((folder / "cache").glob("answers-*"))) == 1
+    assert "resumed from" in second.stdout and "step 1/12" not in second.stdout
+    assert seconds_again < seconds

@@ -1,0 +1,195 @@
+"""The reported acceptance is what serving would count. References: a decode simulated token by token, `generate` on the
+same prompts with the same drafter, sums done by hand, and repetition found by comparing strings.
+"""
+
+import math
+
+import pytest
+import run_helpers as helpers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.regenerate import render_prompt
+from dflash.generate import generate
+from train.config import EngineConfig, OptimConfig
+from train.data import Step
+from train.engine import TorchEngine
+from train.evaluate import PromptResult, heldout_measures, loops, summarise, walk
+from train.trainer import Sums, prefix_right, train_line
+
+CPU = torch.device("cpu")
+
+
+def decode(right, first, length):
+    """Serve one answer of `length` tokens that stands at `first`: tokens given by each verification.
+
+    right[i]: how many drafts are right behind an anchor at i. The prefill gives the answer's first token.
+    """
+    given_out, emitted = 1, []
+    while given_out < length:
+        anchor = first + given_out - 1
+        for number in range(right[anchor] + 1):  # the right drafts, then the target's own token
+            if given_out == length:
+                break
+            given_out += 1
+        emitted.append(first + given_out - 1 - anchor)
+    return emitted
+
+
+def test_walk_by_hand():
+    # Answer at 5..12 (8 tokens); its anchors are 5..11. 5 -> 2 right: 3 tokens, 8 -> 0: 1, 9 -> 7: the 3 that are left.
+    assert walk({5: 2, 6: 9, 7: 9, 8: 0, 9: 7, 10: 0, 11: 0}) == [[3, 1, 3]]
+    assert walk({5: 0, 6: 0, 7: 0}) == [[1, 1, 1]]
+    assert walk({5: 1, 6: 0, 20: 2, 21: 0, 22: 0}) == [[2], [3]]  # two answers of one row
+    assert walk({}) == []
+
+
+@given(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=30), min_size=1, max_size=4), st.integers(0, 9))
+@settings(max_examples=200, deadline=None)
+def test_walk_equals_a_simulated_decode(answers, start):
+    accepted, expected = {}, []
+    for right in answers:
+        accepted |= {start + i: n for i, n in enumerate(right)}
+        expected.append(decode(accepted, start, len(right) + 1))
+        start += len(right) + 3
+    assert walk(accepted) == expected
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The tiny drafter after the shared short training: it gets some drafts right, and some wrong."""
+    return helpers.trained_drafter()
+
+
+def test_heldout_tau_equals_tau_of_serving(trained):
+    """On the target's own greedy answers in fp32, walked and served verifications are the same, one by one."""
+    config, store, prepared = helpers.tiny_run()
+    rows = [i for i in range(len(store)) if i % 4 == 0]
+    measured = heldout_measures(trained, helpers.ends(trained.config), store, rows, config)
+    prompts = {row["id"]: row["messages"] for row in prepared.rows}
+    accepted = []
+    for i in rows:
+        row = store.row(i)
+        answer = row.ids_T[row.loss_mask_T].tolist()
+        ids = torch.tensor([render_prompt(prepared.tokenizer, prompts[row.id], config.data)])
+        served = generate(helpers.target(), ids, len(answer), trained, stop_token_ids=prepared.stops)
+        assert served.tokens == answer
+        accepted += served.accepted
+    assert measured["verify_steps"] == len(accepted) and measured["rows"] == len(rows)
+    assert math.isclose(measured["tau"], sum(accepted) / len(accepted), rel_tol=1e-9)
+    assert 1.15 < measured["tau"] < 4, "a drafter that gets nothing right would not tell these apart"
+
+
+def test_heldout_slots_equal_a_count_over_whole_blocks(trained):
+    """tau_anchor and slot acceptance: every anchor with a label at each slot, its drafts by one block at a time."""
+    config, store, _ = helpers.tiny_run()
+    ends, size = helpers.ends(trained.config), config.model.block_size
+    rows, runs, first = [3, 17], [], {}
+    for i in rows:
+        row = store.row(i)
+        ids, mask = row.ids_T.tolist(), row.loss_mask_T.tolist()
+        for at in range(len(ids) - 1):
+            if not (mask[at] and mask[at + 1]):
+                continue
+            embeds = ends.embed(torch.tensor([[ids[at]] + [helpers.MASK] * (size - 1)]))
+            with torch.no_grad():
+                hidden = trained(embeds, row.features_TF[None, :at], torch.arange(at + size)[None])
+            drafts = ends.logits(hidden[0, 1:]).argmax(-1).tolist()
+            labels = ids[at + 1 : at + size]
+            right = next((k for k, (a, b) in enumerate(zip(drafts, labels)) if a != b), len(labels))
+            first[i, at] = right
+            if len(labels) == size - 1:
+                runs.append(right)
+    measured = heldout_measures(trained, ends, store, rows, config)
+    slots = [sum(run >= k for run in runs) / len(runs) for k in range(1, size)]
+    assert measured["blocks"] == len(runs) and measured["slot_acceptance"] == pytest.approx(slots, rel=1e-6)
+    assert measured["tau_anchor"] == pytest.approx(1 + sum(runs) / len(runs), rel=1e-6)
+    walked = [n for i in rows for walk_ in walk({at: n for (j, at), n in first.items() if j == i}) for n in walk_]
+    assert measured["tau"] == pytest.approx(sum(walked) / len(walked), rel=1e-12)
+
+
+def test_heldout_measures_change_nothing_and_do_not_depend_on_budgets(trained):
+    config, store, _ = helpers.tiny_run()
+    ends = helpers.ends(trained.config)
+    engine = TorchEngine(trained, OptimConfig(), EngineConfig(dtype="float32"), CPU)
+    before = {name: value.clone() for name, value in trained.state_dict().items()}
+    measured = [heldout_measures(trained, ends, store, [2, 5, 9], config)]
+    small = helpers.config(store.folder, "batch.bin_anchors=16", "batch.chunk_slots=9")
+    measured.append(heldout_measures(engine, ends, store, [2, 5, 9], small))
+    assert measured[0] == measured[1]
+    assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+    assert all(parameter.grad is None for parameter in trained.parameters())
+
+
+def result(accepted, **changes):
+    values = dict(id="x", alone_tokens=10, alone_seconds=2.0, draft_tokens=10, draft_seconds=1.0, loops=False)
+    return PromptResult(**{**values, "accepted": accepted, **changes})
+
+
+def test_acceptance_is_pooled_over_blocks_however_they_are_grouped():
+    """Four blocks with 3, 2, 1 and 0 right drafts: tau 2.5, slots 3/4, 2/4, 1/4. Means of means would differ."""
+    groupings = ([[4, 2], [3, 1]], [[4], [2, 3, 1]], [[4, 2, 3, 1]])
+    for groups in groupings:
+        report = summarise([result(group) for group in groups], block_size=4)
+        assert report["tau"] == 2.5 and report["slot_acceptance"] == [0.75, 0.5, 0.25] and report["verify_steps"] == 4
+
+
+def test_speeds_are_pooled_by_time():
+    fast = result([2], alone_tokens=30, alone_seconds=3.0, draft_tokens=30, draft_seconds=1.0)
+    slow = result([2], alone_tokens=10, alone_seconds=5.0, draft_tokens=10, draft_seconds=7.0, loops=True)
+    report = summarise([fast, slow], block_size=4)
+    assert report["tokens_per_second_alone"] == 5 and report["tokens_per_second"] == 5 and report["ratio"] == 1
+    assert report["looping"] == 0.5 and report["prompts"] == 2
+
+
+def step(weight):
+    return Step(epoch=1, rows=[0], batches=[], weight=weight, num_anchors=4, num_eligible=8, num_tokens=100)
+
+
+def test_training_figures_are_pooled_over_the_window():
+    right = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)  # runs 3, 1, 0, 2
+    weight = torch.ones(4, 4)
+    for groups in ([[0, 1], [2, 3]], [[0], [1, 2, 3]], [[0, 1, 2, 3]]):
+        window = [
+            (step(float(len(g))), Sums(torch.tensor(2.0 * len(g)), prefix_right(right[g], weight[g]))) for g in groups
+        ]
+        _, values = train_line(10, 20, window, lr=0.1, norm=1.0, seconds=0.5)
+        assert values["tau_anchor"] == 2.5 and values["slot_acceptance"] == [0.75, 0.5, 0.25]
+        assert values["loss"] == 2.0 and values["anchors_used"] == 0.5
+        assert values["tokens_per_second"] == 200 and values["epoch"] == 1
+
+
+@given(st.lists(st.tuples(st.lists(st.booleans(), min_size=5, max_size=5), st.integers(1, 5)), max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_prefix_right_counts_whole_blocks(blocks):
+    """A block with a label at every slot counts; a block whose labels end early tells nothing about later slots."""
+    right_AS = torch.tensor([right for right, _ in blocks], dtype=torch.bool).reshape(len(blocks), 5)
+    weight_AS = torch.tensor([[0.0] + [0.5] * (n - 1) + [0.0] * (5 - n) for _, n in blocks]).reshape(len(blocks), 5)
+    whole = [right for right, n in blocks if n == 5]
+    expected = [len(whole)] + [sum(all(right[1 : k + 1]) for right in whole) for k in range(1, 5)]
+    assert prefix_right(right_AS, weight_AS).tolist() == expected
+
+
+def loops_by_comparing(tokens):
+    """A tail of at least 17 tokens that is one phrase of at most 32, said three times or more (the last may be cut)."""
+    for period in range(1, 33):
+        length = max(3 * period, 17)
+        if length <= len(tokens):
+            tail = tokens[len(tokens) - length :]
+            if tail == (tail[:period] * length)[:length]:
+                return True
+    return False
+
+
+@given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), min_size=1, max_size=34), st.integers(0, 20))
+@settings(max_examples=300, deadline=None)
+def test_loops_equals_comparing_strings(start, phrase, times):
+    tokens = start + phrase * times
+    assert loops(tokens) == loops_by_comparing(tokens)
+
+
+def test_loops_by_hand():
+    assert loops([1, 2, 3] + [7] * 17) and not loops([1, 2, 3] + [7] * 16) and not loops([7] * 40 + [1])
+    assert loops(list(range(32)) * 3) and not loops(list(range(33)) * 3) and not loops(list(range(32)) * 2)
+    assert not loops([]) and not loops(list(range(200)))
