@@ -5,6 +5,11 @@ from enum import Enum
 from pathlib import Path
 
 
+def check_dtype(key: str, name: str) -> None:
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"{key}: found {name}, expected bfloat16, float16 or float32")
+
+
 class Answers(Enum):
     """Who wrote the answers that are trained on."""
 
@@ -35,6 +40,7 @@ class DataConfig:
     heldout: float = 0.02  # share of prompts that is never trained on, chosen by a hash of the prompt
 
     def __post_init__(self):
+        check_dtype("data.dtype", self.dtype)
         if not self.path:
             raise ValueError("data.path: nothing found, expected a JSONL file or a Hub data set; name your chats")
         if not 0 < self.heldout < 1:
@@ -55,3 +61,11 @@ class CacheConfig:
     dtype: str = "bfloat16"  # of the target that is captured, and of the stored features
     shard_tokens: int = 32768  # tokens of a shard, about
     batch_tokens: int = 4096  # tokens of one forward of the target, padding included
+
+    def __post_init__(self):
+        check_dtype("cache.dtype", self.dtype)
+        if min(self.shard_tokens, self.batch_tokens) < 1:
+            raise ValueError(
+                f"cache.shard_tokens, cache.batch_tokens: found {self.shard_tokens}, {self.batch_tokens}, expected 1 or"
+                " more"
+            )

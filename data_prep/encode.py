@@ -48,13 +48,13 @@ def _answer_ids(row, messages, prompt, tokenizer, stops, config) -> list[int]:
             " supervised from text, let the target answer (data.answers=target)"
         )
     answer = full[len(prompt) :]
-    end = max((i for i, token in enumerate(answer) if token in stops), default=None)
+    end = next((i for i, token in enumerate(answer) if token in stops), None)
     if end is None:
         raise ValueError(
             f"row {row['id']}: no end-of-turn token of {sorted(stops)} behind the answer in the template's output;"
             " check the target's generation config"
         )
-    if row.get("finish") == "length":  # a cut answer has no end that the target wrote
+    if row.get("finish") == "length" and len(messages) == len(row["messages"]):  # the target wrote no end behind it
         end -= 1
     return answer[: end + 1]
 

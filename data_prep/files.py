@@ -29,6 +29,12 @@ def digest(value) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def file_digest(path: Path) -> str:
+def sampled_digest(path: Path, samples: int = 256, size: int = 65536) -> str:
+    """The hash of a file's length and of pieces spread over it: tells large weight files apart without reading all."""
+    total = path.stat().st_size
+    found = hashlib.sha256(str(total).encode())
     with path.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
+        for sample in range(samples):
+            data.seek(max(total - size, 0) * sample // (samples - 1))
+            found.update(data.read(size))
+    return found.hexdigest()[:12]

@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.cache import capture, refuse_small_disk
 from data_prep.config import Answers, CacheConfig, DataConfig
+from data_prep.demo.target import NAME as DEMO_TARGET
 from data_prep.demo.target import demo_target
 from data_prep.encode import encode_rows
-from data_prep.files import digest, read_json, write_json
+from data_prep.files import digest, read_json, sampled_digest, write_json
 from data_prep.prompts import prompt_of, read_rows
 from data_prep.regenerate import WINDOW, regenerate, render_prompt, stop_ids
 from data_prep.store import Store, shard_path, write_shard
@@ -75,7 +76,7 @@ class Preparation:
         return sum(p.numel() for p in model.parameters())
 
     def target_name(self) -> str:
-        return getattr(self.target_config, "_name_or_path", None) or self.model.target
+        return DEMO_TARGET if self.model.target == "demo" else self.model.target
 
     def print_plan(self) -> None:
         """Rows, tokens, bytes and hours, before the work starts. Raises ValueError for what cannot be done here."""
@@ -129,11 +130,14 @@ class Preparation:
     def target_identity(self) -> dict:
         """What names the target's weights, config and tokenizer."""
         config = {key: str(value) for key, value in self.target_config.to_dict().items()}
-        config.pop("transformers_version", None)
+        for cosmetic in ("transformers_version", "_name_or_path"):
+            config.pop(cosmetic, None)
         return {
             "target": self.model.target,
             "revision": self.model.revision or getattr(self.target_config, "_commit_hash", None),
             "config": digest(config),
+            "stops": sorted(self.stops),
+            "weights": {path.name: sampled_digest(path) for path in sorted(Path(self.target).glob("*.safetensors"))},
             "tokenizer": digest([self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]),
         }
 

@@ -22,8 +22,8 @@ def read_rows(config: DataConfig) -> list[dict]:
     for number, row in enumerate(source):
         if number == config.limit:
             break
-        row = {**row, "id": str(row.get("id", number))}
         _check(row, f"{config.path}, row {number + 1}")
+        row = {**row, "id": str(row.get("id", number))}
         if row["id"] in seen:
             raise ValueError(f"{config.path}, row {number + 1}: id {row['id']!r} stands twice, expected unique ids")
         seen.add(row["id"])
@@ -62,11 +62,14 @@ def _hub(config: DataConfig) -> Iterator[dict]:
 
 
 def _check(row: dict, where: str) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: found {str(row)[:80]!r}, expected an object {{id, messages}}")
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{where}: found keys {sorted(row)}, expected `messages`: a list of {{role, content}}")
     for message in messages:
-        if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+        fits = isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+        if not fits:
             raise ValueError(f"{where}: found message {str(message)[:80]!r}, expected a role of {ROLES} and a text")
     if not prompt_of(row) or prompt_of(row)[-1]["role"] == "system":
         raise ValueError(f"{where}: no user message before the first answer, expected a prompt")

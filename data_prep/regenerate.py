@@ -144,10 +144,15 @@ def _from_servers(rows: list[dict], config: DataConfig, target_name: str, concur
                 break
             except httpx.HTTPError as error:
                 if attempt == tries - 1:
-                    raise RuntimeError(f"data.server: {url} failed {tries} times on row {row['id']}: {error}") from None
+                    reason = str(error).splitlines()[0]
+                    raise OSError(f"data.server: {url} failed {tries} times on row {row['id']}: {reason}") from None
                 time.sleep(2**attempt)
         choice, usage = reply.json()["choices"][0], reply.json().get("usage", {})
         answer = {"content": choice["message"]["content"], "finish": choice["finish_reason"]}
+        if answer["content"] is None or answer["finish"] not in ("stop", "length"):
+            raise OSError(
+                f"data.server: {url} gave row {row['id']} {str(answer)[:120]}, expected a text and stop or length"
+            )
         return row, {**answer, "num_tokens": usage.get("completion_tokens", 0)}
 
     with httpx.Client(timeout=600) as client, ThreadPoolExecutor(concurrency * len(config.server)) as pool:

@@ -6,9 +6,10 @@ Each stage runs those before it, and does nothing that is done already.
 import difflib
 import os
 import sys
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: python put data_prep/ on the path, the packages lie one above
@@ -39,6 +40,9 @@ class PrepConfig:
     cache: CacheConfig
     stage: Stage = Stage.capture
     check: bool = False  # validate everything that can be without loading weights, then stop
+    batch: dict[str, Any] = field(default_factory=dict)  # what a model file says to train/run.py; not used here
+    optim: dict[str, Any] = field(default_factory=dict)  # likewise
+    evaluate: dict[str, Any] = field(default_factory=dict)  # likewise
 
 
 def load_config(name: str, schema: type, arguments: list[str]):
@@ -46,6 +50,8 @@ def load_config(name: str, schema: type, arguments: list[str]):
     # DeepSpeed's launcher adds --local_rank; the environment says the same.
     overrides = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
     models = sorted(path.stem for path in (ROOT / "configs/model").glob("*.yaml"))
+    if unknown := _unknown_key(schema, overrides):
+        raise ValueError(unknown)
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     try:
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
@@ -53,27 +59,30 @@ def load_config(name: str, schema: type, arguments: list[str]):
     except MissingMandatoryValue as error:
         raise ValueError(f"model: missing ({error.full_key}), expected +model=NAME with one of {models}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explain(error, schema, overrides, models)) from None
+        raise ValueError(_explain(error, overrides, models)) from None
 
 
-def _explain(error: Exception, schema: type, overrides: list[str], models: list[str]) -> str:
-    """One line for a refused override: the key, and the nearest keys or the values allowed."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    keys = [override.lstrip("+~").split("=")[0] for override in overrides]
-    if "model" in keys and ("model/" in str(error) or not any(o.startswith("+model=") for o in overrides)):
-        given = next(override for override in overrides if override.lstrip("+~").startswith("model="))
-        return f"model: found {given!r}, expected +model=NAME with one of {models}"
-    for key in keys:
+def _unknown_key(schema: type, overrides: list[str]) -> str | None:
+    """One line for the first override whose key the schema does not have, with the nearest one."""
+    for key in (override.lstrip("+~").split("=")[0] for override in overrides):
         known = schema
         for part in key.split("."):
-            names = [item.name for item in fields(known)] if is_dataclass(known) else []
+            names = {item.name: item.type for item in fields(known)} if is_dataclass(known) else {}
             if part not in names:
                 near = difflib.get_close_matches(part, names, n=1)
                 hint = f"did you mean {near[0]}?" if near else "check the spelling"
                 return f"{key}: no such key, expected one of {sorted(names)}; {hint}"
-            known = next(item.type for item in fields(known) if item.name == part)
-    reason = str(cause).splitlines()[0]
-    return f"{getattr(cause, 'full_key', None) or 'config'}: {reason}"
+            known = names[part]
+    return None
+
+
+def _explain(error: Exception, overrides: list[str], models: list[str]) -> str:
+    """One line for a config that Hydra refused."""
+    given = next((override for override in overrides if override.lstrip("+~").startswith("model=")), None)
+    if given is not None and given not in {f"+model={name}" for name in models}:
+        return f"model: found {given!r}, expected +model=NAME with one of {models}"
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    return f"{getattr(cause, 'full_key', None) or 'config'}: {str(cause).splitlines()[0]}"
 
 
 def run_main(main, name: str, schema: type) -> None:

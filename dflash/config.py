@@ -2,8 +2,11 @@
 
 import re
 from dataclasses import dataclass, field
+from enum import Enum
 
-from transformers import PretrainedConfig, Qwen3Config
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 # Scales between the target's tables and its layers, by model type: what its embedding and logits are multiplied by.
 # Each comes from the architecture's code in Transformers; a type that is not here has neither.
@@ -17,9 +20,9 @@ _LOGIT_SCALE = {"granite": lambda c: 1 / c.logits_scaling, "cohere": lambda c: c
 _SOFTCAP = ("gemma2", "gemma3_text")
 # Attributes that look like scales but act inside the target's layers, or on nothing that a drafter shares with it.
 _INNER_SCALES = {"rope_scaling", "attention_multiplier", "residual_multiplier", "attn_logit_softcapping"} | {
-    "query_pre_attn_scalar", "routed_scaling_factor", "router_scaling_factor"
+    "query_pre_attn_scalar", "routed_scaling_factor", "router_scaling_factor", "scale_attn_weights"
 }  # fmt: skip
-_LOOKS_LIKE_SCALE = re.compile(r"scal(e|ing)|multiplier|softcap")
+_LOOKS_LIKE_SCALE = re.compile(r"scal(e|ing)|multiplier|softcap|mup")
 
 # The target's fields that a drafter inherits. Everything else (mixture of experts, windows, partial or scaled rotary,
 # multi-modal positions) stays out: an engine would act on a foreign field that training ignored (speculators #613).
@@ -27,6 +30,13 @@ _INHERITED = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size",
     "max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id",
 )  # fmt: skip
+
+
+class Init(Enum):
+    """What a fresh drafter starts from."""
+
+    random = "random"  # the paper's way
+    target = "target"  # copies of the target's last layers, which a short run learns much faster from
 
 
 @dataclass
@@ -40,6 +50,7 @@ class ModelConfig:
     num_layers: int = 5  # depth of the drafter
     taps: list[int] = field(default_factory=list)  # target layers whose output is read, 0-based; empty: spread evenly
     num_taps: int = 5  # how many, where taps is empty
+    init: Init = Init.random  # what the layers start from; `target` needs the target's own shapes
     mask_token_id: int = -1  # an unused row of the target's embedding; must be given
     gamma: float | None = None  # decay of the slot weights; empty: 7 / 5 / 4 for blocks of 16 / 10 / 8, else S / 2.2
     intermediate_size: int | None = None  # MLP width of the drafter; empty: the target's
@@ -119,10 +130,20 @@ def target_scales(target: PretrainedConfig) -> dict:
         if target.final_logit_softcapping is not None:
             found["final_logit_softcapping"] = float(target.final_logit_softcapping)
     for name, value in target.to_dict().items():
-        neutral = value is None or value == 1 or isinstance(value, bool)
+        neutral = value is None or value is False or (value == 1 and value is not True)
         if _LOOKS_LIKE_SCALE.search(name) and name not in known and not neutral:
             raise ValueError(f"target {kind}: {name}={value} found, a scale that is not known for this architecture")
+    if kind not in _EMBED_SCALE and (found_kind := _embedding_class(target)) is not nn.Embedding:
+        raise ValueError(
+            f"target {kind}: its embedding is a {found_kind.__name__}, expected a plain one; its scale is not known"
+        )
     return {name: value for name, value in found.items() if value != 1.0}
+
+
+def _embedding_class(target: PretrainedConfig) -> type:
+    """The class of the target's input embedding; some multiply in it, by a factor that no field of the config names."""
+    with torch.device("meta"):
+        return type(AutoModelForCausalLM.from_config(target).get_input_embeddings())
 
 
 def target_rope_theta(target: PretrainedConfig) -> float:

@@ -105,7 +105,8 @@ def accept(proposal: Proposal, probs: torch.Tensor | None, logits: torch.Tensor,
     num_right = int((uniform * q[at] < probs[:num][at]).long().cumprod(0).sum())
     last = probs[num_right]
     if num_right < num:
-        last = (last - q[num_right]).clamp(min=0.0)
+        residual = (last - q[num_right]).clamp(min=0.0)
+        last = torch.where(residual.sum() > 0, residual, last)  # rounding can leave nothing where p and q are equal
     return torch.cat((drafts[:num_right], torch.multinomial(last / last.sum(), 1, generator=generator)))
 
 

@@ -40,7 +40,7 @@ class TargetEnds:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [...] -> scaled embeddings [..., D]."""
         rows = F.embedding(ids, self.embed_VD)
-        return rows if self.embed_scale == 1.0 else rows * self.embed_scale
+        return rows if self.embed_scale == 1.0 else rows * rows.new_tensor(self.embed_scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed hidden states [..., D] -> logits [..., V], in the head's dtype; in fp32 where scaled or capped."""
@@ -112,8 +112,17 @@ def _compiled_flex():
 
 
 def attend(q_BHQK, k_BGNK, v_BGNK, mask):
-    """Attention of the block's queries over context and block. mask: None (all visible), dense bool, or BlockMask."""
+    """Attention of the blocks' queries over context and blocks.
+
+    mask: None (all visible), a dense bool mask, a BlockMask (FlexAttention), or a list of `blocks.Group`.
+    """
     gqa = q_BHQK.shape[1] != k_BGNK.shape[1]
+    if isinstance(mask, list):
+        parts = []
+        for queries, context, slots, part in mask:
+            k, v = (torch.cat((x[:, :, context], x[:, :, slots]), dim=2) for x in (k_BGNK, v_BGNK))
+            parts.append(F.scaled_dot_product_attention(q_BHQK[:, :, queries], k, v, attn_mask=part, enable_gqa=gqa))
+        return torch.cat(parts, dim=2)
     if mask is None or isinstance(mask, torch.Tensor):
         return F.scaled_dot_product_attention(q_BHQK, k_BGNK, v_BGNK, attn_mask=mask, enable_gqa=gqa)
     return _compiled_flex()(q_BHQK, k_BGNK, v_BGNK, block_mask=mask, enable_gqa=gqa)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .blocks import Blocks, attention_mask
+from .blocks import Blocks, attention_mask, grouped_mask
 from .model import TargetEnds
 
 
@@ -77,9 +77,9 @@ def block_loss(drafter, batch: BlockBatch, ends: TargetEnds, chunk: int) -> Bloc
     """The weighted loss of one bin. drafter: the model, or an engine whose forward is the model's."""
     blocks = batch.blocks
     num_context, block_size = len(batch.position_T), blocks.input_AS.shape[1]
-    mask = attention_mask(
-        blocks.anchor_A, blocks.start_A, num_context, block_size, dense=batch.features_TF.device.type == "cpu"
-    )
+    geometry = blocks.anchor_A, blocks.start_A, num_context, block_size
+    on_cpu = batch.features_TF.device.type == "cpu"
+    mask = grouped_mask(*geometry) if on_cpu else attention_mask(*geometry, dense=False)
     positions_BN = torch.cat((batch.position_T, blocks.position_AS.flatten()))[None]
     embeds_BQD = ends.embed(blocks.input_AS.flatten())[None]
     hidden_QD = drafter(embeds_BQD, batch.features_TF[None], positions_BN, mask)[0]

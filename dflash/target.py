@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from transformers.utils import cached_file, logging
 
 from .generate import tapped
-from .model import TargetEnds, scales
+from .model import DFlashDraftModel, TargetEnds, scales
 
 EMBED_NAMES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 HEAD_NAMES = ("lm_head.weight",)
@@ -22,7 +22,7 @@ def load_target(path: str, *, dtype: torch.dtype, revision: str | None = None, t
     """The whole target, frozen, in evaluation mode."""
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+        path, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
     )
     return model.eval().requires_grad_(False)
 
@@ -42,7 +42,14 @@ def features(target, rows: list[list[int]], taps: list[int]) -> list[torch.Tenso
     return [states_TF[: len(row)] for states_TF, row in zip(states_BTF, rows)]
 
 
-def load_ends(path: str, drafter: Qwen3Config, *, dtype: torch.dtype, revision: str | None = None) -> TargetEnds:
+def load_ends(
+    path: str,
+    drafter: Qwen3Config,
+    *,
+    dtype: torch.dtype,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> TargetEnds:
     """Embedding and head of a target, read from its safetensors without loading its layers.
 
     A tied target has no head of its own: the embedding serves as both. Raises ValueError where a table is missing or
@@ -54,8 +61,8 @@ def load_ends(path: str, drafter: Qwen3Config, *, dtype: torch.dtype, revision: 
         raise ValueError(
             f"target {path}: no tensor named {' or '.join(EMBED_NAMES)} found; its layout is not supported"
         )
-    config = json.loads(Path(cached_file(path, "config.json", revision=revision)).read_text())
-    tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False))
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    tied = config.get_text_config().tie_word_embeddings  # some types are tied unless they say otherwise
     head = embed if tied else tables.get(HEAD_NAMES[0])
     if head is None:
         raise ValueError(f"target {path}: it is not tied and has no {HEAD_NAMES[0]}; found {sorted(tables)}")
@@ -65,6 +72,50 @@ def load_ends(path: str, drafter: Qwen3Config, *, dtype: torch.dtype, revision: 
             raise ValueError(f"target {path}: its {name} has shape {tuple(table.shape)}, expected {wanted}")
     embed = embed.to(dtype)
     return TargetEnds(embed, embed if tied else head.to(dtype), **scales(drafter))
+
+
+@torch.no_grad()
+def start_from_target(
+    drafter: DFlashDraftModel, path: str, sample_TF: torch.Tensor, revision: str | None = None
+) -> None:
+    """Fill a fresh drafter with copies of its target's last layers and final norm.
+
+    Not of the paper, whose drafters start at random: a choice for short runs. The context starts as the highest tap
+    alone (fc its identity, plus a little of its random start), so that a layer's keys and values of the context are
+    about those that the copied layer had in the target; the layer's input norm, which the context does not pass, is
+    folded into q, k and v. A target without q/k norms gets constant ones, of the size that its queries and keys have on
+    `sample_TF` [T, F]. Raises ValueError where a shape differs from the target's.
+    """
+    count, width = len(drafter.layers), drafter.config.hidden_size
+    first = drafter.config.num_target_layers - count
+    names = [
+        f"model.layers.{first + i}.{name}" for i in range(count) for name in dict(drafter.layers[0].named_parameters())
+    ]
+    tensors = _tensors(path, ("model.norm.weight", *names), revision)
+    normed_TD = sample_TF[:, -width:].float()
+    normed_TD = normed_TD * torch.rsqrt(normed_TD.square().mean(-1, keepdim=True) + drafter.config.rms_norm_eps)
+    for i, layer in enumerate(drafter.layers):
+        source = {name: tensors.get(f"model.layers.{first + i}.{name}") for name, _ in layer.named_parameters()}
+        for name, parameter in layer.named_parameters():
+            found = source[name]
+            if name.endswith(("q_norm.weight", "k_norm.weight")) and found is None:
+                folded = source[name.replace("_norm", "_proj")].float() * source["input_layernorm.weight"].float()
+                found = torch.full_like(parameter, float((normed_TD @ folded.T).square().mean().sqrt()))
+            elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) and found is not None:
+                found = found.float() * source["input_layernorm.weight"].float()
+            elif name == "input_layernorm.weight":
+                found = torch.ones_like(parameter)
+            if found is None or found.shape != parameter.shape:
+                shape = None if found is None else tuple(found.shape)
+                raise ValueError(
+                    f"model.init: target found, but its {name} has shape {shape}, expected {tuple(parameter.shape)} as"
+                    " in the drafter; use model.init=random"
+                )
+            parameter.copy_(found)
+    drafter.hidden_norm.weight.fill_(1.0)
+    drafter.fc.weight.mul_(0.3)
+    drafter.fc.weight[:, -width:] += torch.eye(width)
+    drafter.norm.weight.copy_(tensors["model.norm.weight"])
 
 
 def _tensors(path: str, names: tuple[str, ...], revision: str | None) -> dict[str, torch.Tensor]:

@@ -7,15 +7,18 @@ tests are first run on an unchanged copy, where they must pass. Exit 1 if any fa
 """
 
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+WORKERS = 2
 TREE = ("dflash", "data_prep", "train", "tests", "configs", "pyproject.toml")
 
 
@@ -36,6 +39,19 @@ FORMULA = "test_model.py::test_drafter_is_zlabs_formula"
 SERVE = "test_model.py::test_training_forward_is_the_decoder_with_its_cache"
 CHI = "test_generate.py::test_acceptance_keeps_the_targets_distribution"
 SEES = "test_generate.py::test_the_drafter_sees_all_verified_text"
+
+DATA, ENGINE, TRAINER, EVALUATE, EXPORT, CHECKPOINT = (
+    f"train/{n}.py" for n in ("data", "engine", "trainer", "evaluate", "export", "checkpoint")
+)
+ENCODE, STORE, CACHE, REGENERATE, PREPARE = (
+    f"data_prep/{n}.py" for n in ("encode", "store", "cache", "regenerate", "prepare")
+)
+SAME = "test_data.py::test_a_step_is_the_same_for_every_number_of_ranks_and_every_budget"
+ADAMW = "test_engine.py::test_three_steps_are_adamw_with_clipping_and_no_decay_of_norms"
+RESUME = "test_resume.py::test_killed_and_resumed_equals_uninterrupted"
+WALK = "test_metrics.py::test_walk_equals_a_simulated_decode"
+TURNS = "test_encode.py::test_end_of_turn_is_supervised_and_nothing_behind_it"
+CAPTURED = "test_store.py::test_captured_rows_equal_each_row_alone"
 
 MUTANTS = [
     # blocks and mask
@@ -148,6 +164,259 @@ MUTANTS = [
            "state_BTD[:, : max(len(tokens) - 1, 1)]", SEES),
     Mutant("sliding windows are not refused", GENERATE, "    if kinds or (getattr", "    if False and (getattr",
            "test_generate.py::test_sliding_window_targets_are_refused_by_name"),
+    # the step
+    Mutant(
+        "rank-local denominator",
+        DATA,
+        "            weight += float(batch.blocks.weight_AS.double().sum())\n            if mine:\n",
+        "            if mine:\n                weight += float(batch.blocks.weight_AS.double().sum())\n",
+        SAME,
+    ),
+    Mutant(
+        "anchors depend on the rank",
+        DATA,
+        "self.batch.anchors_per_row, seed=self.seed,",
+        "self.batch.anchors_per_row, seed=self.seed + self.rank,",
+        SAME,
+    ),
+    Mutant(
+        "anchors are the same each epoch",
+        DATA,
+        "seed=self.seed, epoch=epoch,",
+        "seed=self.seed, epoch=0,",
+        "test_data.py::test_order_and_anchors_change_with_epoch_and_seed",
+    ),
+    Mutant("an empty bin trains a row again", DATA, "anchors[i][:0] for i in items", "anchors[i] for i in items", SAME),
+    Mutant(
+        "bins are dealt unevenly", DATA, "range(-(-len(bins) // self.world) * self.world)", "range(len(bins))", SAME
+    ),
+    Mutant(
+        "the last rows of an epoch are dropped",
+        DATA,
+        "return -(-num_rows // rows_per_step)",
+        "return num_rows // rows_per_step",
+        "test_data.py::test_every_row_exactly_once_an_epoch",
+    ),
+    Mutant(
+        "bins over the anchor budget",
+        DATA,
+        "tokens[item] <= t and anchors[item] <= a",
+        "tokens[item] <= t",
+        "test_data.py::test_bins_keep_to_both_budgets_and_drop_nothing",
+    ),
+    Mutant(
+        "a bin is divided by its own weight",
+        TRAINER,
+        "engine.backward(result.loss, step.weight,",
+        "engine.backward(result.loss, float(batch.blocks.weight_AS.sum()) or 1.0,",
+        "test_engine.py::test_gradient_and_weights_do_not_depend_on_budgets",
+    ),
+    # the optimiser
+    Mutant("weight decay on norms", ENGINE, '"weight_decay": 0.0', '"weight_decay": optim.weight_decay', ADAMW),
+    Mutant(
+        "no clipping",
+        ENGINE,
+        "nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)",
+        "nn.utils.clip_grad_norm_(self.module.parameters(), 1e9)",
+        ADAMW,
+    ),
+    Mutant(
+        "the learning rate is never set",
+        ENGINE,
+        '        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)\n        for group in self.optimizer.param_groups:\n            group["lr"] = lr\n',  # noqa: E501
+        "        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)\n",
+        ADAMW,
+    ),
+    Mutant(
+        "ranks are averaged, not summed",
+        ENGINE,
+        "loss * (self.world / step_weight)",
+        "loss * (1 / step_weight)",
+        "test_engine.py::test_two_deepspeed_processes_equal_one_of_torch",
+    ),
+    Mutant(
+        "rounded masters",
+        ENGINE,
+        "self.load_state(masters | zeros, step=0)",
+        "pass",
+        "test_engine.py::test_bf16_deepspeed_keeps_fp32_masters_near_those_of_torch",
+    ),
+    Mutant(
+        "deepspeed forgets the moments on resume",
+        ENGINE,
+        'safe_set_full_optimizer_state(p, tensors[f"{name}/{moment}"].to(self.device), moment)',
+        "pass",
+        "test_engine.py::test_a_run_changes_engine_between_steps",
+    ),
+    Mutant(
+        "schedule off by one",
+        TRAINER,
+        "learning_rate(step, total, config.optim)",
+        "learning_rate(step + 1, total, config.optim)",
+        "test_resume.py::test_logged_learning_rates_are_those_of_the_schedule",
+    ),
+    Mutant(
+        "warm-up off by one",
+        TRAINER,
+        "optim.lr * (step + 1) / warmup",
+        "optim.lr * step / warmup",
+        "test_resume.py::test_learning_rate_golden_values",
+    ),
+    # resume
+    Mutant(
+        "resume forgets the optimiser's step",
+        ENGINE,
+        '                "step": torch.tensor(float(step)),\n                **{moment',
+        '                "step": torch.tensor(0.0),\n                **{moment',
+        RESUME,
+    ),
+    Mutant(
+        "resume repeats a step",
+        TRAINER,
+        'step, tau = trainer["step"], trainer["tau"]',
+        'step, tau = trainer["step"] - 1, trainer["tau"]',
+        RESUME,
+    ),
+    Mutant(
+        "a half-written checkpoint counts",
+        CHECKPOINT,
+        'if path.suffix != ".part" and (path / "trainer.json").exists()',
+        "if True",
+        "test_resume.py::test_resume_takes_the_newest_complete_checkpoint",
+    ),
+    Mutant(
+        "pruning deletes the best",
+        CHECKPOINT,
+        "{*complete(folder)[-keep:], best(folder)}",
+        "{*complete(folder)[-keep:]}",
+        "test_resume.py::test_pruning_keeps_the_newest_and_the_best",
+    ),
+    # measures
+    Mutant(
+        "the walk forgets the bonus token",
+        EVALUATE,
+        "min(accepted[first] + 1, last - first)",
+        "min(accepted[first] or 1, last - first)",
+        WALK,
+    ),
+    Mutant(
+        "the walk counts behind the answer's end",
+        EVALUATE,
+        "min(accepted[first] + 1, last - first)",
+        "accepted[first] + 1",
+        WALK,
+    ),
+    Mutant(
+        "means of means",
+        EVALUATE,
+        '"tau": sum(accepted) / len(accepted) if accepted else None',
+        '"tau": sum(sum(r.accepted) / len(r.accepted) for r in results) / len(results)',
+        "test_metrics.py::test_acceptance_is_pooled_over_blocks_however_they_are_grouped",
+    ),
+    Mutant(
+        "a block's right slots need no prefix",
+        TRAINER,
+        "run_AS.cumprod(dim=1).sum(dim=0)",
+        "run_AS.sum(dim=0)",
+        "test_metrics.py::test_prefix_right_counts_whole_blocks",
+    ),
+    # encode
+    Mutant(
+        "one token too many is supervised",
+        ENCODE,
+        "[0] * (len(prompt) - len(last.ids)) + [1] * len(answer)",
+        "[0] * (len(prompt) - len(last.ids) - 1) + [1] * (len(answer) + 1)",
+        TURNS,
+    ),
+    Mutant("the end of turn is not supervised", ENCODE, "return answer[: end + 1]", "return answer[:end]", TURNS),
+    Mutant(
+        "all that stands behind the end of turn is supervised",
+        ENCODE,
+        "return answer[: end + 1]",
+        "return answer",
+        TURNS,
+    ),
+    Mutant(
+        "a rewritten history is taken for a prefix",
+        ENCODE,
+        "prompt[: len(out[-1].ids)] == out[-1].ids",
+        "True",
+        "test_encode.py::test_a_rewritten_history_gives_one_row_a_turn",
+    ),
+    Mutant(
+        "answers are tokenised again",
+        ENCODE,
+        'if row.get("answer_ids") is not None and len(answers) == 1:',
+        "if False:",
+        "test_encode.py::test_answer_ids_are_taken_verbatim",
+    ),
+    # store, capture
+    Mutant(
+        "store row off by one",
+        STORE,
+        "return shard, offsets[local], offsets[local + 1]",
+        "return shard, offsets[local - 1], offsets[local]",
+        "test_store.py::test_rows_come_back_as_they_were_written",
+    ),
+    Mutant(
+        "rows of a batch are mixed up",
+        CACHE,
+        "for i, states_TF in zip(batch, states):",
+        "for i, states_TF in zip(sorted(batch), states):",
+        CAPTURED,
+    ),
+    Mutant("capture of the layer behind the tap", CACHE, "taps)\n", "[tap + 1 for tap in taps])\n", CAPTURED),
+    Mutant(
+        "the folder does not know the dtype",
+        PREPARE,
+        '            "dtype": self.cache.dtype,\n',
+        "",
+        "test_store.py::test_all_that_determines_the_content_changes_the_folder",
+    ),
+    Mutant(
+        "held-out rows by position",
+        PREPARE,
+        "digest(prompt_of(row))",
+        "digest(row)",
+        "test_store.py::test_heldout_rows_are_chosen_by_prompt_whatever_the_ids_and_the_order",
+    ),
+    # regenerate
+    Mutant(
+        "no attention mask over the padding",
+        REGENERATE,
+        "attention_mask=mask",
+        "attention_mask=torch.ones_like(mask)",
+        "test_regenerate.py::test_batched_answers_equal_single_ones",
+    ),
+    Mutant(
+        "a resumed run answers all again",
+        REGENERATE,
+        'todo = [row for row in rows if row["id"] not in done]',
+        "todo = rows",
+        "test_regenerate.py::test_an_interrupted_run_goes_on_and_answers_nothing_twice",
+    ),
+    # export
+    Mutant(
+        "export with taps + 1",
+        EXPORT,
+        '        "is_causal": False,\n',
+        '        "is_causal": False, "dflash_config": config["dflash_config"] | {"target_layer_ids": [t + 1 for t in drafter.taps]},\n',  # noqa: E501
+        "test_export.py::test_a_fresh_process_drafts_the_same[5.-None]",
+    ),
+    Mutant(
+        "export with another rotary base",
+        EXPORT,
+        "theta = rope_theta(drafter.config)",
+        "theta = 10000.0",
+        "test_export.py::test_config_is_that_of_the_format",
+    ),
+    Mutant(
+        "the reload is not compared",
+        EXPORT,
+        "if not difference <= PROBE_TOLERANCE:",
+        "if False:",
+        "test_export.py::test_an_altered_export_is_refused",
+    ),
 ]  # fmt: skip
 
 
@@ -164,27 +433,38 @@ def run_tests(tree: Path, tests) -> bool:
 def main() -> int:
     words = sys.argv[1:]
     chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
-    missed = []
+    for mutant in chosen:
+        found = (ROOT / mutant.file).read_text().count(mutant.old)
+        assert found == 1, f"{mutant.name}: found {found} x {mutant.old!r}"
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        for name in TREE:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, tree / name)
+        trees = queue.SimpleQueue()
+        for worker in range(WORKERS):
+            for name in TREE:
+                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+                (Path(folder) / str(worker)).mkdir(exist_ok=True)
+                copy(ROOT / name, Path(folder) / str(worker) / name)
+            trees.put(Path(folder) / str(worker))
+        tree = trees.get()
         if not run_tests(tree, sorted({f"tests/{m.test}" for m in chosen})):
             print("the named tests fail without any fault planted")
             return 1
-        for mutant in chosen:
-            path, start = tree / mutant.file, time.perf_counter()
-            source = path.read_text()
-            assert source.count(mutant.old) == 1, f"{mutant.name}: found {source.count(mutant.old)} x {mutant.old!r}"
-            path.write_text(source.replace(mutant.old, mutant.new))
-            caught = not run_tests(tree, [f"tests/{mutant.test}"])
-            path.write_text(source)
-            missed += [] if caught else [mutant.name]
+        trees.put(tree)
+
+        def caught(mutant: Mutant) -> bool:
+            tree, start = trees.get(), time.perf_counter()
+            source = (tree / mutant.file).read_text()
+            (tree / mutant.file).write_text(source.replace(mutant.old, mutant.new))
+            failed = not run_tests(tree, [f"tests/{mutant.test}"])
+            (tree / mutant.file).write_text(source)
+            trees.put(tree)
             seconds = time.perf_counter() - start
-            print(f"{'caught' if caught else 'MISSED'}  {seconds:5.1f} s  {mutant.name}", flush=True)
-    print(f"{len(chosen) - len(missed)} of {len(chosen)} faults caught")
-    return 1 if missed else 0
+            print(f"{'caught' if failed else 'MISSED'}  {seconds:5.1f} s  {mutant.name}", flush=True)
+            return failed
+
+        with ThreadPoolExecutor(WORKERS) as pool:
+            num_caught = sum(pool.map(caught, chosen))
+    print(f"{num_caught} of {len(chosen)} faults caught")
+    return 0 if num_caught == len(chosen) else 1
 
 
 if __name__ == "__main__":

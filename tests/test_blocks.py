@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from dflash.blocks import attention_mask, decay_weights, eligible_anchors, make_blocks, sample_anchors, visible
+from dflash.blocks import (
+    attention_mask,
+    decay_weights,
+    eligible_anchors,
+    grouped_mask,
+    make_blocks,
+    sample_anchors,
+    visible,
+)
 
 
 def slow_mask(starts, anchors, num_context, block_size):
@@ -83,6 +91,23 @@ def test_flex_attention_equals_sdpa(bounds, anchors, size):
     plain = (q @ k.transpose(-1, -2) / 4).masked_fill(~expected, -math.inf).softmax(-1) @ v
     assert (flex - plain).abs().max() < 1e-5
     assert (F.scaled_dot_product_attention(q, k, v, attn_mask=expected) - plain).abs().max() < 1e-5
+
+
+@settings(deadline=None, max_examples=30)
+@given(layouts(), st.integers(1, 5))
+def test_grouped_mask_is_the_dense_mask(layout, group_size):
+    """Put back into their places, the groups give the brute-force mask, and every query stands in one group."""
+    bounds, anchors, size = layout
+    starts = starts_of(bounds, anchors)
+    num_context = bounds[-1]
+    whole = torch.zeros(len(anchors) * size, num_context + len(anchors) * size, dtype=torch.bool)
+    times = torch.zeros(len(anchors) * size)
+    for group in grouped_mask(torch.tensor(anchors).long(), torch.tensor(starts).long(), num_context, size, group_size):
+        keys = [*range(group.context.start, group.context.stop), *range(group.slots.start, group.slots.stop)]
+        whole[group.queries, keys] = group.mask
+        times[group.queries] += 1
+        assert group.mask.any(dim=0).all()  # no key is paid for that no query sees
+    assert torch.equal(whole, slow_mask(starts, anchors, num_context, size)) and (times == 1).all()
 
 
 def slow_block(ids, mask, start, end, anchor, size, mask_token, gamma):

@@ -119,9 +119,9 @@ USER = '"messages": [{"role": "user", "content": "hi"}]'
         (None, ["data.path", "not found"]),
         ("", ["data.path", "no rows"]),
         ('{"id": 1, "text": "hi"}', ["row 1", "messages", "text"]),
-        ("{%s}\nnot json" % USER, ["row 2", "not JSON"]),
-        ("{%s}\n[1, 2]" % USER, ["row 2"]),
-        ('{"id": "x", %s}\n{"id": "x", %s}' % (USER, USER), ["row 2", "'x'", "twice"]),
+        (f"{{{USER}}}\nnot json", ["row 2", "not JSON"]),
+        (f"{{{USER}}}\n[1, 2]", ["row 2"]),
+        (2 * f'{{"id": "x", {USER}}}\n', ["row 2", "'x'", "twice"]),
         ('{"messages": []}', ["row 1", "messages"]),
         ('{"messages": ["hi"]}', ["row 1"]),
         ('{"messages": [{"role": "user", "content": null}]}', ["row 1", "text"]),
@@ -153,7 +153,7 @@ def test_too_short_a_max_length_prints_a_line_about_cuts(tmp_path, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data.max_length")]
     lengths = [len(row["messages"][0]["content"].encode()) + 40 + 4 for row in rows]
     cut = sum(length > 120 for length in lengths)
-    assert 0 < cut and f"{cut} rows were cut" in line and f"{max(lengths)} tokens" in line and "120" in line
+    assert cut > 0 and f"{cut} rows were cut" in line and f"{max(lengths)} tokens" in line and "120" in line
     assert store.manifest["report"]["rows cut at data.max_length"] == cut
 
 

@@ -1,10 +1,11 @@
-"""What a step is made of does not depend on who computes it: the rows, anchors, labels and weights of all ranks together
-are the same multiset for every number of ranks and every budget. References: double loops over the rows, and features
-that carry their own row and position, by which blocks are found again in any packing.
+"""What a step is made of does not depend on who computes it: the rows, anchors, labels and weights of all ranks
+together are the same multiset for every number of ranks and every budget. References: double loops over the rows, and
+features that carry their own row and position, by which blocks are found again in any packing.
 """
 
 import math
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import run_helpers as helpers
@@ -166,7 +167,7 @@ def test_bins_keep_to_both_budgets_and_drop_nothing(items, max_tokens, max_ancho
     for one in bins:
         assert sum(tokens[i] for i in one) <= max_tokens and sum(anchors[i] for i in one) <= max_anchors
     assert bins == pack(tokens, anchors, max_tokens, max_anchors)
-    for first, second in zip(bins, bins[1:]):  # first fit: no bin's first item would have gone into the one before
+    for first, second in pairwise(bins):  # first fit: no bin's first item would have gone into the one before
         item = second[0]
         before = [i for i in first if (-tokens[i], i) < (-tokens[item], item)]
         full = sum(tokens[i] for i in before) + tokens[item] > max_tokens

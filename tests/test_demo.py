@@ -47,6 +47,8 @@ def test_tokenizer_splits_digits_and_keeps_spaces(folder):
 
 
 def test_heldout_prompts_are_not_trained_on():
-    trained = {row["messages"][0]["content"] for row in read_rows(DataConfig(path=str(DEMO / "answers.jsonl")))}
-    heldout = [row["messages"][0]["content"] for row in read_rows(DataConfig(path=str(DEMO / "heldout_arithmetic.jsonl")))]
-    assert len(trained) == 2000 and not trained & set(heldout)
+    texts = {}
+    for name in ("answers", "heldout_arithmetic"):
+        rows = read_rows(DataConfig(path=str(DEMO / f"{name}.jsonl")))
+        texts[name] = {row["messages"][0]["content"] for row in rows}
+    assert len(texts["answers"]) == 2000 and not texts["answers"] & texts["heldout_arithmetic"]

@@ -33,7 +33,7 @@ HISTORY = (
 # The prompt ends in something that the full conversation does not have.
 NOT_A_PREFIX = NEWLINE.replace("'<|assistant|>'", "'<|assistant|>Answer: '")
 # A second special token stands behind the end of the turn, as where a template closes the document too.
-CLOSED = NEWLINE.replace("{%- endfor %}", "{%- endfor %}{%- if not add_generation_prompt %}{{- '<|user|>' }}{%- endif %}")
+CLOSED = NEWLINE + "{%- if not add_generation_prompt %}{{- '<|user|>' }}{%- endif %}"
 
 
 def config(**changes):
@@ -92,8 +92,7 @@ def test_a_rewritten_history_gives_one_row_a_turn():
     rows = encode_row(row, tokenizer(HISTORY), {END}, config())
     first = expect("<|bos|><|user|>one<|end|>\n<|assistant|>⟦<think>hm</think>1<|end|>⟧")
     second = expect(
-        "<|bos|><|user|>one<|end|>\n<|assistant|>1<|end|>\n<|user|>two<|end|>\n"
-        "<|assistant|>⟦<think>so</think>2<|end|>⟧"
+        "<|bos|><|user|>one<|end|>\n<|assistant|>1<|end|>\n<|user|>two<|end|>\n<|assistant|>⟦<think>so</think>2<|end|>⟧"
     )
     assert [(r.ids, r.loss_mask) for r in rows] == [first, second]
     assert [r.id for r in rows] == ["a", "a/1"]

@@ -1,5 +1,6 @@
-"""The one command that the README promises, on an empty cache: two ranks under DeepSpeed train, the export is evaluated,
-and a second call has nothing to prepare. References: exit codes, the files, and what the first call left on disk.
+"""The one command that the README promises, on an empty cache: two ranks under DeepSpeed train, the export is
+evaluated, and a second call has nothing to prepare. References: exit codes, the files, and what the first call
+left on disk.
 """
 
 import json

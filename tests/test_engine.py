@@ -24,8 +24,9 @@ from train.trainer import train_step
 CPU = torch.device("cpu")
 RATES = (1e-3, 2e-3, 1e-3)
 ONE_BIN, MANY_BINS = (512, 256), (128, 24)  # tokens, anchors
-CASES = [(0, "float32"), (1, "float32"), (2, "float32"), (0, "bfloat16"), (1, "bfloat16"), (2, "bfloat16")]
-NO_CLIP = 1e9
+NO_CLIP, CLIP = 1e9, 0.05
+CASES = [(stage, dtype, NO_CLIP) for stage in (0, 1, 2) for dtype in ("float32", "bfloat16")]
+CASES += [(stage, "float32", CLIP) for stage in (0, 1, 2)]
 
 
 def optim(**changes):
@@ -87,18 +88,19 @@ def reference(cache, store):
 
 @pytest.fixture(scope="module")
 def deepspeed(cache, store, reference):
-    """Files of all CASES on two processes; (stage, dtype) -> {name: {parameter or moment: tensor}}."""
+    """What two processes wrote: case -> {when: {parameter or moment: tensor}}."""
     save_file(reference[2], cache / "torch-2.safetensors")
     helpers.run_ranks(Path(__file__), 2, cache, timeout=150)
-    return {case: _unflatten(load_file(cache / f"{case[0]}-{case[1]}.safetensors")) for case in CASES}
-
-
-def _unflatten(tensors):
-    out = {}
-    for key, tensor in tensors.items():
-        name, rest = key.split(":")
-        out.setdefault(name, {})[rest] = tensor
+    out = {case: {} for case in CASES}
+    for case, states in out.items():
+        for key, tensor in load_file(cache / file_name(*case)).items():
+            when, name = key.split(":")
+            states.setdefault(when, {})[name] = tensor
     return out
+
+
+def file_name(stage, dtype, clip):
+    return f"{stage}-{dtype}-{clip}.safetensors"
 
 
 def test_gradient_is_the_sum_over_rows_over_one_denominator(cache, store, reference):
@@ -137,9 +139,9 @@ def update(states):
 
 
 def test_three_steps_are_adamw_with_clipping_and_no_decay_of_norms(cache, store):
-    clip, decay, betas = 0.05, 0.5, (0.8, 0.7)
+    clip, decay, betas = CLIP, 0.5, (0.8, 0.7)
     config, drafter, ends = parts(cache)
-    moments = dict(weight_decay=decay, beta1=betas[0], beta2=betas[1])
+    moments = {"weight_decay": decay, "beta1": betas[0], "beta2": betas[1]}
     states = torch_states(cache, store, ONE_BIN, clip=clip, **moments)
     value = {name: p.detach().double() for name, p in drafter.named_parameters()}
     first = {name: torch.zeros_like(p) for name, p in value.items()}
@@ -151,10 +153,9 @@ def test_three_steps_are_adamw_with_clipping_and_no_decay_of_norms(cache, store)
         (batch,) = loader[number].batches
         loss = block_loss(drafter, batch, ends, 512).loss / loader[number].weight
         grads = dict(zip(value, torch.autograd.grad(loss, list(drafter.parameters()))))
-        norm = sum(float(g.double().square().sum()) for g in grads.values()) ** 0.5
-        assert norm > clip
+        assert norm(grads) > 2 * clip
         for name, grad in grads.items():
-            grad = grad.double() * clip / norm
+            grad = grad.double() * clip / norm(grads)
             first[name] = betas[0] * first[name] + (1 - betas[0]) * grad
             second[name] = betas[1] * second[name] + (1 - betas[1]) * grad**2
             unbiased = first[name] / (1 - betas[0] ** (number + 1))
@@ -193,22 +194,43 @@ def test_torch_state_survives_a_reload_bit_for_bit(cache, store, reference):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_two_deepspeed_processes_equal_one_of_torch(reference, deepspeed, stage):
-    found = deepspeed[stage, "float32"]
+    found = deepspeed[stage, "float32", NO_CLIP]
     assert helpers.relative(found["0"], weights(reference[0])) == 0, "the masters are not the fp32 weights given"
     assert helpers.relative(gradient(found["1"]), gradient(reference[1])) < 1e-5
     assert helpers.relative(found["3"], weights(reference[3])) < 1e-5
     states = [found[str(number)] for number in range(4)]
     assert helpers.relative(update(states), update(reference)) < 1e-5
-    assert found["3"].keys() == reference[3].keys()
+    assert found["3"].keys() == reference[3].keys() | {"norm"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_deepspeed_reports_the_norm_of_the_whole_gradient(reference, deepspeed, stage):
+    for clip in (CLIP, NO_CLIP):
+        reported = float(deepspeed[stage, "float32", clip]["1"]["norm"])
+        assert reported == pytest.approx(norm(gradient(reference[1])), rel=1e-4)
+
+
+def norm(tensors):
+    return sum(float(tensor.double().square().sum()) for tensor in tensors.values()) ** 0.5
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_deepspeed_clips_the_whole_gradient(cache, store, deepspeed, stage):
+    found, states = deepspeed[stage, "float32", CLIP], torch_states(cache, store, ONE_BIN, clip=CLIP)
+    clipped = gradient(states[1])
+    assert norm(clipped) == pytest.approx(CLIP, rel=1e-4)
+    assert helpers.relative(gradient(found["1"]), clipped) < 1e-4  # DeepSpeed divides by the norm + 1e-6
+    assert helpers.relative(found["3"], weights(states[3])) < 1e-5
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_bf16_deepspeed_keeps_fp32_masters_near_those_of_torch(cache, store, deepspeed, stage):
-    """Tolerance: rounding activations to 8 bits moves the gradient by 0.5 % (torch, autocast) to 0.8 % (DeepSpeed, which
-    rounds the weights too), measured against fp32; AdamW's first steps are near to sign(gradient), hence 4 % of update.
+    """Tolerance: rounding activations to 8 bits moves the gradient by 0.5 % (torch, autocast) to 0.8 % (DeepSpeed,
+    which rounds the weights too), measured against fp32; AdamW's first steps are near to sign(gradient),
+    hence 4 % of update.
     """
     states = torch_states(cache, store, ONE_BIN, dtype="bfloat16")
-    found = deepspeed[stage, "bfloat16"]
+    found = deepspeed[stage, "bfloat16", NO_CLIP]
     assert helpers.relative(found["0"], weights(states[0])) == 0, "the masters were rounded"
     assert helpers.relative(gradient(found["1"]), gradient(states[1])) < 0.02
     assert helpers.relative(update([found[str(number)] for number in range(4)]), update(states)) < 0.1
@@ -217,7 +239,7 @@ def test_bf16_deepspeed_keeps_fp32_masters_near_those_of_torch(cache, store, dee
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_run_changes_engine_between_steps(cache, store, reference, deepspeed, stage):
-    found = deepspeed[stage, "float32"]
+    found = deepspeed[stage, "float32", NO_CLIP]
     assert helpers.relative(found["from-torch"], weights(reference[3])) < 1e-5  # torch, torch, deepspeed
     assert helpers.relative(gradient(found["from-torch"]), gradient(reference[3])) < 1e-5
     config, drafter, ends = parts(cache)
@@ -231,25 +253,25 @@ def rank_main(cache: Path) -> None:
     """One rank: every case, three steps, and one step from torch's state of step 2. Rank 0 writes."""
     start_process_group(CPU, deepspeed=True)
     rank, store = int(os.environ["RANK"]), Store(cache / "store")
-    for stage, dtype in CASES:
+    for stage, dtype, clip in CASES:
         config, drafter, ends = parts(cache)
         ends.embed_VD, ends.head_VD = (t.to(getattr(torch, dtype)) for t in (ends.embed_VD, ends.head_VD))
         tables = ends.embed_VD.clone(), ends.head_VD.clone()
-        engine = DeepSpeedEngine(drafter, optim(), EngineConfig(zero_stage=stage, dtype=dtype), CPU)
+        engine = DeepSpeedEngine(drafter, optim(clip=clip), EngineConfig(zero_stage=stage, dtype=dtype), CPU)
         states, loader = {"0": engine.state()}, steps(config, store, MANY_BINS, rank, world=2)
         for number, rate in enumerate(RATES):
             step = loader[number]
             empty = [len(batch.blocks.anchor_A) == 0 for batch in step.batches]
             assert any(empty) == (rank == 1), "this step should have an empty bin on the second rank alone"
-            train_step(engine, step, ends, 64, rate)
-            states[str(number + 1)] = engine.state()
+            _, reported = train_step(engine, step, ends, 64, rate)
+            states[str(number + 1)] = engine.state() | {"norm": torch.tensor(reported)}
         engine.load_state(load_file(cache / "torch-2.safetensors"), step=2)
         train_step(engine, loader[2], ends, 64, RATES[2])
         states["from-torch"] = engine.state()
         assert torch.equal(tables[0], ends.embed_VD) and torch.equal(tables[1], ends.head_VD)
         if rank == 0:
             flat = {f"{when}:{name}": tensor for when, state in states.items() for name, tensor in state.items()}
-            save_file(flat, cache / f"{stage}-{dtype}.safetensors")
+            save_file(flat, cache / file_name(stage, dtype, clip))
     torch.distributed.destroy_process_group()
 
 

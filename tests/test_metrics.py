@@ -29,7 +29,7 @@ def decode(right, first, length):
     given_out, emitted = 1, []
     while given_out < length:
         anchor = first + given_out - 1
-        for number in range(right[anchor] + 1):  # the right drafts, then the target's own token
+        for _ in range(right[anchor] + 1):  # the right drafts, then the target's own token
             if given_out == length:
                 break
             given_out += 1
@@ -123,8 +123,8 @@ def test_heldout_measures_change_nothing_and_do_not_depend_on_budgets(trained):
 
 
 def result(accepted, **changes):
-    values = dict(id="x", alone_tokens=10, alone_seconds=2.0, draft_tokens=10, draft_seconds=1.0, loops=False)
-    return PromptResult(**{**values, "accepted": accepted, **changes})
+    values = {"alone_tokens": 10, "alone_seconds": 2.0, "draft_tokens": 10, "draft_seconds": 1.0, "loops": False}
+    return PromptResult(**{"id": "x", "accepted": accepted, **values, **changes})
 
 
 def test_acceptance_is_pooled_over_blocks_however_they_are_grouped():
@@ -182,7 +182,10 @@ def loops_by_comparing(tokens):
     return False
 
 
-@given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), min_size=1, max_size=34), st.integers(0, 20))
+TOKEN = st.integers(0, 3)
+
+
+@given(st.lists(TOKEN, max_size=20), st.lists(TOKEN, min_size=1, max_size=34), st.integers(0, 20))
 @settings(max_examples=300, deadline=None)
 def test_loops_equals_comparing_strings(start, phrase, times):
     tokens = start + phrase * times

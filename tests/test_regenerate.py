@@ -1,6 +1,6 @@
-"""Answers are the target's own greedy ones, each prompt is answered once whatever interrupts it, and the shipped data is
-what it says. References: Transformers' `generate` of one prompt at a time, the run that was not interrupted, a stub of a
-server on the loopback that notes what it is asked.
+"""Answers are the target's own greedy ones, each prompt is answered once whatever interrupts it, and the shipped data
+is what it says. References: Transformers' `generate` of one prompt at a time, the run that was not interrupted, a stub
+of a server on the loopback that notes what it is asked.
 """
 
 import json

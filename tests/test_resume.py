@@ -188,6 +188,14 @@ def test_a_checkpoint_holds_fp32_and_survives_reading(whole):
     assert all(torch.equal(value, state[name]) for name, value in drafter.state_dict().items())
 
 
+def test_logged_learning_rates_are_those_of_the_schedule(whole):
+    """lr 2e-3, 40 steps, 4 % of them warm-up: 2 steps up, then half a cosine over 38."""
+    lines = [json.loads(line) for line in (whole.folder / "log.jsonl").read_text().splitlines()]
+    rates = [values["lr"] for values in lines if "loss" in values]
+    expected = [1e-3, 2e-3] + [1e-3 * (1 + math.cos(math.pi * i / 38)) for i in range(38)]
+    assert rates == pytest.approx(expected, rel=1e-12)
+
+
 def test_learning_rate_golden_values():
     optim = OptimConfig(lr=1e-3, warmup=0.1)
     rates = [learning_rate(step, 100, optim) for step in range(100)]

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import types
+from itertools import pairwise
 
 import pytest
 import run_helpers as helpers
@@ -31,7 +32,7 @@ def test_rows_come_back_as_they_were_written(tmp_path, num_rows, num_shards):
     masks = [[rng.randrange(2) for _ in range(n)] for n in lengths]
     features = [torch.randn(n, 6, generator=generator).bfloat16() for n in lengths]
     bounds = sorted({round(i * num_rows / num_shards) for i in range(num_shards + 1)})
-    for number, (first, last) in enumerate(zip(bounds, bounds[1:])):
+    for number, (first, last) in enumerate(pairwise(bounds)):
         part = slice(first, last)
         write_shard(shard_path(tmp_path, number), ids[part], masks[part], torch.cat(features[part]))
     (tmp_path / "row_ids.json").write_text(json.dumps([f"r{i}" for i in range(num_rows)]))
@@ -88,7 +89,7 @@ def test_shards_and_batches_hold_every_row_once():
         lengths = [rng.randint(2, 99) for _ in range(rng.randint(1, 40))]
         bounds = shard_bounds(lengths, 150)
         assert bounds[0] == 0 and bounds[-1] == len(lengths) and bounds == sorted(set(bounds))
-        held = [sum(lengths[a:b]) for a, b in zip(bounds, bounds[1:])]
+        held = [sum(lengths[a:b]) for a, b in pairwise(bounds)]
         assert all(150 <= n < 150 + 99 for n in held[:-1])
         batches = length_batches(lengths, 120)
         assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
@@ -154,7 +155,7 @@ def test_too_small_a_disk_is_refused_before_the_target_loads(rows, tmp_path, mon
 
 
 def test_a_folder_without_manifest_is_refused_in_one_line(tmp_path):
-    with pytest.raises(ValueError, match="manifest.json") as error:
+    with pytest.raises(ValueError, match=r"manifest\.json") as error:
         Store(tmp_path)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 

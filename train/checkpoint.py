@@ -8,6 +8,7 @@
 Written under a temporary name and renamed; never overwritten.
 """
 
+import os
 import shutil
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def save(folder: Path, state: dict[str, torch.Tensor], drafter_config: Qwen3Conf
     part.mkdir(parents=True)
     save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, part / "state.safetensors")
     drafter_config.save_pretrained(part)
+    with (part / "state.safetensors").open("rb") as written:
+        os.fsync(written.fileno())
     write_json(part / "trainer.json", trainer)
     part.rename(path)
     return path

@@ -27,6 +27,13 @@ class Wandb(Enum):
     online = "online"
 
 
+def check_positive(group: str, config) -> None:
+    """Refuse counts below 1 among a dataclass's own fields."""
+    for name, value in vars(config).items():
+        if type(value) is int and value < 1 and name not in ("seed", "zero_stage"):
+            raise ValueError(f"{f'{group}.{name}'.lstrip('.')}: found {value}, expected 1 or more")
+
+
 @dataclass
 class BatchConfig:
     """A step's rows, and how they are packed. Budgets change speed and memory, never the gradient."""
@@ -38,9 +45,7 @@ class BatchConfig:
     chunk_slots: int = 512  # slots whose logits exist at one time
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"batch.{name}: found {value}, expected 1 or more")
+        check_positive("batch", self)
         if self.anchors_per_row > self.bin_anchors:
             raise ValueError(
                 f"batch.bin_anchors: found {self.bin_anchors}, expected at least"
@@ -62,8 +67,7 @@ class OptimConfig:
     clip: float = 1.0  # largest norm of the gradient
 
     def __post_init__(self):
-        if self.epochs < 1 or (self.steps is not None and self.steps < 1):
-            raise ValueError(f"optim.epochs, optim.steps: found {self.epochs}, {self.steps}, expected 1 or more")
+        check_positive("optim", self)
         if not (self.lr > 0 and self.clip > 0 and 0 <= self.warmup < 1):
             raise ValueError(
                 f"optim.lr, optim.clip, optim.warmup: found {self.lr}, {self.clip}, {self.warmup}, expected positive"
@@ -92,6 +96,9 @@ class LaunchConfig:
 
     ranks: int | None = None  # empty: one for each visible GPU, one without GPUs
 
+    def __post_init__(self):
+        check_positive("launch", self)
+
 
 @dataclass
 class LogConfig:
@@ -101,6 +108,9 @@ class LogConfig:
     wandb: Wandb = Wandb.off
     project: str = "dflash-trainer"  # of wandb
 
+    def __post_init__(self):
+        check_positive("log", self)
+
 
 @dataclass
 class EvaluateConfig:
@@ -108,12 +118,15 @@ class EvaluateConfig:
 
     every: int = 500  # steps between two measures on held-out rows
     rows: int = 32  # held-out rows of such a measure, at most
-    sets: list[str] = field(default_factory=list)  # arithmetic, humaneval, mt_bench, gsm_symbolic, or JSONL files
+    sets: list[str] = field(default_factory=lambda: ["humaneval", "mt_bench"])  # also arithmetic, gsm_symbolic, JSONL
     prompts: int = 12  # of each set, for speed
-    max_new_tokens: int = 128
+    max_new_tokens: int = 512
     identity_prompts: int = 4  # of each set, compared token for token in fp32
     identity_tokens: int = 48
     block_size: int | None = None  # at most the trained one, which is the default
+
+    def __post_init__(self):
+        check_positive("evaluate", self)
 
 
 @dataclass
@@ -137,6 +150,9 @@ class RunConfig:
     keep: int = 2  # newest checkpoints that stay, beside the best
     seed: int = 0
     check: bool = False  # validate everything that can be without loading weights, then stop
+
+    def __post_init__(self):
+        check_positive("", self)
 
     @property
     def folder(self) -> Path:

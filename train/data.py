@@ -80,6 +80,15 @@ def make_batch(rows: list[Row], anchors: list[torch.Tensor], model: ModelConfig)
     )
 
 
+def require_room(store: Store, batch: BatchConfig) -> None:
+    """Refuse a token budget that the longest row does not fit into."""
+    longest = store.manifest["longest"]
+    if longest > batch.bin_tokens:
+        raise ValueError(
+            f"batch.bin_tokens: found {batch.bin_tokens}, expected at least {longest}, the longest row; raise it"
+        )
+
+
 class Steps:
     """The steps of one rank. `steps[s]` is a function of s alone: resuming needs no state but the step."""
 
@@ -88,11 +97,7 @@ class Steps:
     ):
         self.store, self.rows, self.model, self.batch, self.seed = store, rows, model, batch, seed
         self.rank, self.world = rank, world
-        longest = store.manifest["longest"]
-        if longest > batch.bin_tokens:
-            raise ValueError(
-                f"batch.bin_tokens: found {batch.bin_tokens}, expected at least {longest}, the longest row; raise it"
-            )
+        require_room(store, batch)
 
     def __getitem__(self, step: int) -> Step:
         epoch, indices = step_rows(self.rows, step, self.batch.rows_per_step, self.seed)

@@ -27,8 +27,9 @@ def param_groups(module: nn.Module, optim: OptimConfig) -> list[dict]:
     return groups
 
 
-def adamw(module: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(param_groups(module, optim), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=1e-8)
+def adamw(module: nn.Module, optim: OptimConfig, fused: bool = False) -> torch.optim.AdamW:
+    betas = (optim.beta1, optim.beta2)
+    return torch.optim.AdamW(param_groups(module, optim), lr=optim.lr, betas=betas, eps=1e-8, fused=fused)
 
 
 class TorchEngine:
@@ -36,7 +37,7 @@ class TorchEngine:
 
     def __init__(self, drafter: nn.Module, optim: OptimConfig, engine: EngineConfig, device: torch.device):
         self.module = drafter.float().to(device)
-        self.optimizer = adamw(self.module, optim)
+        self.optimizer = adamw(self.module, optim, fused=True)
         self.clip, self.dtype, self.device = optim.clip, getattr(torch, engine.dtype), device
 
     def forward(self, *inputs):
@@ -125,9 +126,11 @@ class DeepSpeedEngine:
     def step(self, lr: float) -> float:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+        norm = None
+        if self.stage == 0 and self.dtype == torch.float32:  # the one case in which DeepSpeed tells no norm
+            norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters()])
         self.engine.step()
-        norm = self.engine.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
+        return float(self.engine.get_global_grad_norm() if norm is None else norm)
 
     def _base(self) -> torch.optim.Optimizer:
         return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)

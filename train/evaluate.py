@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from data_prep.files import read_json, write_json
 from data_prep.prepare import Preparation, describe
 from data_prep.regenerate import render_prompt
 from data_prep.store import Store
@@ -50,7 +51,7 @@ def heldout_measures(drafter, ends: TargetEnds, store: Store, rows: list[int], c
         right_S[1:] += run_AS[whole_A].sum(dim=0)
         for taken in walk(dict(zip(anchor_A.tolist(), accepted))):
             emitted, num_steps = emitted + sum(taken), num_steps + len(taken)
-    slots = (right_S[1:] / right_S[0].clamp(min=1)).tolist()
+    slots = (right_S[1:].double() / right_S[0].clamp(min=1)).tolist()
     return {
         "tau": emitted / max(num_steps, 1),
         "tau_anchor": 1 + sum(slots),
@@ -188,12 +189,16 @@ def evaluate(load_target, load_drafter, sets: dict[str, list], stops, config: Ev
         report[name] = summarise(speed, size)
         report[name]["ratio_without_looping"] = summarise(steady, size)["ratio"] if steady else None
         report[name]["per_prompt"] = [asdict(result) for result in speed]
-        print(f"evaluate: {name} {time.perf_counter() - started:.0f} s, tau {report[name]['tau']:.2f}", flush=True)
+        print(f"evaluate: {name} done after {time.perf_counter() - started:.0f} s", flush=True)
     target, drafter = load_target("float32"), load_drafter(torch.float32)
     for name, prompts in sets.items():
         report[name]["identity"] = compare_outputs(target, drafter, prompts[: config.identity_prompts], stops, config)
         print(f"evaluate: {name} identity {report[name]['identity']}", flush=True)
     return report
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def table(report: dict) -> str:
@@ -208,8 +213,8 @@ def table(report: dict) -> str:
             f" +{same['near_ties']} ties" if same["near_ties"] else ""
         )
         lines.append(
-            f"{name:14} {r['prompts']:>7} {r['tau']:>5.2f} {r['tokens_per_second_alone']:>7.1f}"
-            f" {r['tokens_per_second']:>8.1f} {r['ratio']:>6.2f} {'-' if steady is None else format(steady, '.2f'):>8}"
+            f"{name:14} {r['prompts']:>7} {_number(r['tau']):>5} {r['tokens_per_second_alone']:>7.1f}"
+            f" {r['tokens_per_second']:>8.1f} {r['ratio']:>6.2f} {_number(steady):>8}"
             f" {r['looping']:>8.0%} {identical:>17}  {' '.join(f'{p:.2f}' for p in r['slot_acceptance'])}"
         )
     return "\n".join(
@@ -217,22 +222,29 @@ def table(report: dict) -> str:
     )
 
 
+def device_name() -> str:
+    """The GPU, or the number of CPU threads."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+
+
 def evaluate_export(config: RunConfig, folder: Path) -> None:
     """Evaluate an export on the configured sets; write its figures, plot and card, and print the table."""
     from train.export import write_card
     from train.plots import plot_evaluation
 
-    preparation = Preparation(config.model, config.data, config.cache)
-    sets = {}
-    for name in config.evaluate.sets:
-        rows = load_set(name, config.evaluate.prompts, config.cache.dir / "sets")
-        prompts = [(row["id"], render_prompt(preparation.tokenizer, row["messages"], config.data)) for row in rows]
-        sets[Path(name).stem] = prompts
-    if not sets:
-        print("evaluate: no sets configured (evaluate.sets), nothing measured")
-        return
-    load_drafter = lambda dtype: DFlashDraftModel.from_pretrained(folder, dtype=dtype).eval()  # noqa: E731
-    report = evaluate(preparation.load_target, load_drafter, sets, preparation.stops, config.evaluate)
-    write_card(folder, report, describe(config.evaluate))
-    plot_evaluation(report, folder / "evaluation.png")
-    print(table(report))
+    path = folder / "evaluation.json"
+    report = read_json(path) if path.exists() else None
+    if report is None or report["evaluate"] != describe(config.evaluate):
+        preparation = Preparation(config.model, config.data, config.cache)
+        sets = {}
+        for name in config.evaluate.sets:
+            rows = load_set(name, config.evaluate.prompts, config.cache.dir / "sets")
+            prompts = [(row["id"], render_prompt(preparation.tokenizer, row["messages"], config.data)) for row in rows]
+            sets[Path(name).stem] = prompts
+        load_drafter = lambda dtype: DFlashDraftModel.from_pretrained(folder, dtype=dtype).eval()  # noqa: E731
+        measured = evaluate(preparation.load_target, load_drafter, sets, preparation.stops, config.evaluate)
+        report = {"evaluate": describe(config.evaluate), "device": device_name(), "sets": measured}
+        write_json(path, report)
+    write_card(folder, report)
+    plot_evaluation(report["sets"], folder / "evaluation.png")
+    print(table(report["sets"]))

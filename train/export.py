@@ -7,7 +7,6 @@ dflash_training.json    target, template, taps, data and cache, steps, versions
 README.md               the card, with the measured numbers
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import dflash.generate
 import dflash.model
-from data_prep.files import read_json, write_json, write_text
+from data_prep.files import read_json, sampled_digest, write_json, write_text
 from dflash.model import DFlashDraftModel, rope_theta
 from train import checkpoint
 from train.config import RunConfig
@@ -127,19 +126,18 @@ def export_checkpoint(config: RunConfig) -> Path:
     path = config.path or checkpoint.best(config.folder / "checkpoints")
     if path is None:
         raise ValueError(f"path: no complete checkpoint in {config.folder / 'checkpoints'}; train first")
-    trainer = read_json(path / "trainer.json")
-    drafter = checkpoint.load_drafter(path)
-    folder = export(drafter, config.folder / "export", trainer["training"] | {"steps": trainer["step"]})
+    trainer, folder = read_json(path / "trainer.json"), config.folder / "export"
+    weights = sampled_digest(path / "state.safetensors")
+    training = trainer["training"] | {"steps": trainer["step"], "checkpoint": {"name": path.name, "hash": weights}}
+    if (folder / "dflash_training.json").exists() and read_json(folder / "dflash_training.json") == training:
+        print(f"export: {folder} is that of {path} already", flush=True)
+        return folder
+    export(checkpoint.load_drafter(path), folder, training)
     print(f"export: {path} -> {folder}, reloaded in a fresh process and equal", flush=True)
     return folder
 
 
-def device_name() -> str:
-    """The GPU, or the number of CPU threads."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
-
-
-def write_card(folder: Path, report: dict, evaluate: dict) -> None:
+def write_card(folder: Path, report: dict) -> None:
     """README.md of the export: what it is, what was measured, how to run it."""
     training, config = read_json(folder / "dflash_training.json"), read_json(folder / "config.json")
     target = training["target_name"]
@@ -160,11 +158,11 @@ the target's.
 
 ## Measured
 
-Greedy, {evaluate["max_new_tokens"]} new tokens a prompt, bf16, target alone and with drafter alternately in one run, on
-{device_name()}; identity in fp32.
+Greedy, {report["evaluate"]["max_new_tokens"]} new tokens a prompt, bf16, target alone and with drafter alternately
+in one run, on {report["device"]}; identity in fp32.
 
 ```
-{table(report)}
+{table(report["sets"])}
 ```
 
 ## Use
@@ -180,4 +178,3 @@ ids = drafter.spec_generate(
 ```
 """
     write_text(folder / "README.md", text)
-    write_text(folder / "evaluation.json", json.dumps(report, indent=1) + "\n")

@@ -13,6 +13,11 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def ours() -> bool:
+    """Whether the launcher was `run_ranks`, whose caller goes on after the training."""
+    return os.environ.get("DFLASH_LAUNCHED") == "1"
+
+
 def num_ranks(config: LaunchConfig) -> int:
     return config.ranks or max(torch.cuda.device_count(), 1)
 
@@ -24,6 +29,7 @@ def run_ranks(script: str, arguments: list[str], ranks: int) -> None:
     from torch.distributed.launcher.api import elastic_launch
 
     # Gloo and the rendezvous stay on this node; each rank gets its share of the cores.
+    os.environ["DFLASH_LAUNCHED"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // ranks, 1)))
     elastic = Elastic(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",

