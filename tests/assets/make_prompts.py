@@ -1,11 +1,11 @@
 """Write the demo's prompts: short questions for a small chat model to answer.
 
-    python data_prep/demo/make_prompts.py
+    python tests/assets/make_prompts.py
 
-writes two files next to this script (standard library only; every run gives the same bytes):
+writes two files to data_prep/demo (standard library only; every run gives the same bytes):
 
-- ``prompts.jsonl``: 2,000 training prompts in six categories (arithmetic, code, explain, list, email,
-  rewrite), shuffled evenly so that any prefix has about the shares of the whole;
+- ``prompts.jsonl``: 2,000 training prompts in six categories (arithmetic, code, explain, list, email, rewrite),
+  mostly arithmetic in the first 1,000 rows and spread evenly within them and within the rest;
 - ``heldout_arithmetic.jsonl``: 64 arithmetic prompts for evaluation, from templates that training never uses.
 
 One row a line: ``{"id": "arith-0001", "category": "arithmetic", "messages": [{"role": "user", "content": ...}]}``.
@@ -416,7 +416,7 @@ def main():
     texts = distinct(make_arithmetic(HELDOUT, rng), HELDOUT_COUNT)
     heldout = [row(f"heldout-arith-{i:03d}", "arithmetic", text) for i, text in enumerate(texts, 1)]
 
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[2] / "data_prep/demo"
     for name, content in (("prompts.jsonl", rows), ("heldout_arithmetic.jsonl", heldout)):
         (here / name).write_bytes("".join(json.dumps(line) + "\n" for line in content).encode())
         print(f"{name}: {len(content)} rows")
