@@ -4,7 +4,6 @@ is named by the hash of all that determines it; what is there is not done again.
 
 import functools
 import json
-import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -100,12 +99,10 @@ class Preparation:
                 f" process; start `vllm serve {self.model.target} --port 8000` and add"
                 " 'data.server=[http://HOST:8000/v1]'"
             )
-        if answering:
-            answer_hours = 20 * hours if not self.data.server else math.nan
-            by = "in process" if not self.data.server else f"{len(self.data.server)} server(s), their speed unknown"
-            print(
-                f"plan: the target answers first, {by}" + (f", about {answer_hours:.2g} h" if answer_hours > 0 else "")
-            )
+        if answering:  # token by token, a forward is bound by memory: a twentieth of the speed, roughly
+            servers = len(self.data.server)
+            how = f"{servers} server(s), at their speed" if servers else f"in process, about {20 * hours:.2g} h"
+            print(f"plan: the target answers first: {how}")
         self.cache.dir.mkdir(parents=True, exist_ok=True)
         refuse_small_disk(self.cache.dir, tokens * self.bytes_per_token)
 

@@ -4,7 +4,7 @@
 
 writes two files to data_prep/demo (standard library only; every run gives the same bytes):
 
-- ``prompts.jsonl``: 2,000 training prompts in six categories (arithmetic, code, explain, list, email, rewrite),
+- ``prompts.jsonl``: 2,700 training prompts in six categories (arithmetic, code, explain, list, email, rewrite),
   mostly arithmetic in the first 1,000 rows and spread evenly within them and within the rest;
 - ``heldout_arithmetic.jsonl``: 64 arithmetic prompts for evaluation, from templates that training never uses.
 
@@ -18,9 +18,17 @@ from itertools import cycle, islice
 from pathlib import Path
 
 SEED = 20240607
-COUNTS = {"arithmetic": 900, "code": 400, "explain": 240, "list": 180, "email": 140, "rewrite": 140}
+COUNTS = {
+    "arithmetic": 900,
+    "code": 400,
+    "explain": 240,
+    "list": 180,
+    "email": 140,
+    "rewrite": 140,
+    "arithmetic 2": 700,
+}
 # Of these, in the first 1,000 rows: a short run cannot learn everything, so it sees mostly one kind of text.
-EARLY = {"arithmetic": 850, "code": 50, "explain": 30, "list": 30, "email": 20, "rewrite": 20}
+EARLY = {"arithmetic": 400, "code": 40, "explain": 20, "list": 20, "email": 10, "rewrite": 10, "arithmetic 2": 500}
 HELDOUT_COUNT = 64
 
 # Words. Slot {toy} is one word of a list, {toy2} a different one. Nouns for counted things are plural.
@@ -142,6 +150,86 @@ TRAIN = {
     "both": [
         "{n} has {a} {toy}. {m} has {b} more {toy} than {n}. How many {toy} do they have together?",
         "{n} is {a} years old, and {m} is {b} years older than {n}. What is the sum of their ages?",
+    ],
+}
+TRAIN_MORE = {
+    "join": [
+        "There are {a} {fruit} in the kitchen and {b} {fruit} in the garden shed. How many {fruit} are there in all?",
+        "A class has {a} girls and {b} boys. How many children are in the class?",
+        "{n} walked {a} steps to the gate and {b} steps to the well. How many steps did {n} walk?",
+        "{m} gave {n} {b} {toy}. Before that, {n} had {a} {toy}. How many {toy} does {n} own now?",
+        "A farmer has {a} sheep and buys {b} more at the market. How many sheep does the farmer have now?",
+        "The library got {a} new books in {month} and {b} in the month after. How many new books did it get?",
+        "{n} typed {a} lines before lunch and {b} lines after lunch. How many lines did {n} type that day?",
+    ],
+    "join3": [
+        "A vase holds {a} red flowers, {b} white flowers and {c} yellow flowers. How many flowers are in the vase?",
+        "{n} sold {a} {bake} in the morning, {b} at noon and {c} in the evening. How many {bake} did {n} sell?",
+        "Three friends have {a}, {b} and {c} {toy}. How many {toy} do the three friends have together?",
+        "A box holds {a} nails, {b} screws and {c} hooks. How many pieces are in the box?",
+    ],
+    "left": [
+        "A tank holds {a} liters of water. {n} uses {b} liters for the plants. How many liters stay in the tank?",
+        "There were {a} birds on a roof and {b} flew away. How many birds stayed on the roof?",
+        "{n} wants to read a book of {a} pages and has read {b} pages so far. How many pages must {n} still read?",
+        "A shop had {a} {goods} and sold {b} of them on {day}. How many {goods} are still in the shop?",
+        "{n} needs {a} dollars for a {thing} and has saved {b} dollars. How many more dollars does {n} need?",
+        "{n} baked {a} {bake}. The family ate {b} of them. How many {bake} remain?",
+        "A rope is {a} meters long. {n} cuts off {b} meters. How long is the rope now?",
+    ],
+    "left2": [
+        "{n} grew {a} {crop}, ate {b} and gave {c} to a neighbor. How many {crop} does {n} still have?",
+        "A box had {a} {toy}. {n} took {b} and {m} took {c}. How many {toy} stayed in the box?",
+        "A hall has {a} seats. {b} are broken and {c} are taken. How many seats are free?",
+        "{n} had {a} stickers, lost {b} and used {c} on a letter. How many stickers does {n} have now?",
+    ],
+    "up_down": [
+        "A train had {a} passengers. At the station {b} got on and {c} got off. How many passengers are on the train?",
+        "{n} had {a} dollars, found {b} more in a coat and paid {c} for a {thing}. How many dollars does {n} have?",
+        "A pond had {a} ducks. {b} ducks landed and {c} ducks left. How many ducks are on the pond now?",
+        "{n} baked {a} {bake} and then {b} more, and the guests ate {c}. How many {bake} are there now?",
+    ],
+    "groups": [
+        "{n} plants {b} rows of {crop} with {c} in each row. How many {crop} does {n} plant?",
+        "A ticket costs {c} dollars. How many dollars do {b} tickets cost?",
+        "{n} runs {c} miles every day. How many miles does {n} run in {b} days?",
+        "There are {c} {fruit} in one bag. How many {fruit} are in {b} bags?",
+        "A spider has {c} webs in each of {b} trees. How many webs are there?",
+        "{n} writes {c} letters a week. How many letters does {n} write in {b} weeks?",
+        "Each of {b} children holds {c} balloons. How many balloons do the children hold?",
+        "{n} works {c} hours a day for {b} days. How many hours does {n} work?",
+    ],
+    "groups_plus": [
+        "A shelf has {b} rows of {c} books, and {a} more books lie on the floor. How many books are there in total?",
+        "{n} buys {b} bags with {c} {fruit} each and picks {a} more {fruit}. How many {fruit} does {n} have?",
+        "{n} pays {a} dollars to enter the park and {c} dollars for each of {b} rides. How many dollars is that?",
+        "A bus carries {a} people, and {b} vans carry {c} people each. How many people travel in all?",
+    ],
+    "groups_minus": [
+        "{n} has {a} {toy} and gives {c} {toy} to each of {b} friends. How many {toy} does {n} keep?",
+        "A baker has {a} eggs and uses {c} eggs for each of {b} cakes. How many eggs are left?",
+        "{n} earned {a} dollars and paid {c} dollars a day for {b} days. How many dollars are left?",
+        "There are {a} chairs. {n} sets {b} tables with {c} chairs each. How many chairs are not used?",
+    ],
+    "share": [
+        "{n} cuts a rope of {a} feet into {b} equal pieces. How long is each piece?",
+        "{a} children form {b} equal teams. How many children are in each team?",
+        "{n} puts {a} {toy} on {b} shelves, the same number on each. How many {toy} are on one shelf?",
+        "A machine makes {a} parts in {b} hours. How many parts does it make in one hour?",
+        "{n} pays {a} dollars for {b} meals of the same price. What is the price of one meal?",
+        "{a} cookies are shared by {b} people. How many cookies does each person get?",
+    ],
+    "share_sum": [
+        "{n} has {a} {fruit} and {m} has {c} {fruit}. They fill {b} bags equally. How many {fruit} are in each bag?",
+        "{n} picks {a} plums and later {c} more, and packs them into {b} equal boxes. How many plums are in one box?",
+    ],
+    "share_rest": [
+        "{n} has {a} {toy}, keeps {c} and shares the rest equally among {b} friends. How many does each friend get?",
+        "{n} has {a} dollars, spends {c} and splits what is left into {b} equal parts. How many dollars is one part?",
+    ],
+    "both": [
+        "{n} saw {a} stars, and {m} saw {b} more stars than {n}. How many stars did they see together?",
+        "{n} did {a} sums on {day} and {b} more than that the next day. How many sums did {n} do in both days?",
     ],
 }
 HELDOUT = {
@@ -389,10 +477,10 @@ def row(name, category, text):
 
 def main():
     rng = random.Random(SEED)
-    train_templates, heldout_templates = (
-        [template for kind in family.values() for template in kind] for family in (TRAIN, HELDOUT)
+    old, more, held = (
+        {template for kind in family.values() for template in kind} for family in (TRAIN, TRAIN_MORE, HELDOUT)
     )
-    assert not set(train_templates) & set(heldout_templates), "a held-out template is used for training"
+    assert not (old | more) & held, "a held-out template is used for training"
 
     makers = {
         "arithmetic": make_arithmetic(TRAIN, rng),
@@ -401,17 +489,18 @@ def main():
         "list": make_plain(LIST, rng),
         "email": make_plain(EMAIL, rng),
         "rewrite": make_plain(REWRITE, rng),
+        "arithmetic 2": make_arithmetic(TRAIN_MORE, random.Random(SEED + 1)),
     }
     placed = []  # (place in the file, row): every category is spread evenly over the first 1,000 rows and over the rest
     for category, count in COUNTS.items():
-        prefix = "arith" if category == "arithmetic" else category
+        prefix = {"arithmetic": "arith", "arithmetic 2": "arith2"}.get(category, category)
         texts = distinct(makers[category], count)
         rng.shuffle(texts)
         early = EARLY[category]
         for i, text in enumerate(texts):
             place = i + rng.random()
             place = place / early if i < early else 1 + (place - early) / (count - early)
-            placed.append((place, row(f"{prefix}-{i + 1:04d}", category, text)))
+            placed.append((place, row(f"{prefix}-{i + 1:04d}", category.split()[0], text)))
     rows = [line for _, line in sorted(placed, key=lambda pair: pair[0])]
     texts = distinct(make_arithmetic(HELDOUT, rng), HELDOUT_COUNT)
     heldout = [row(f"heldout-arith-{i:03d}", "arithmetic", text) for i, text in enumerate(texts, 1)]
