@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from data_prep.cache import capture, refuse_small_disk
 from data_prep.config import Answers, CacheConfig, DataConfig
 from data_prep.demo.target import NAME as DEMO_TARGET
 from data_prep.demo.target import demo_target
 from data_prep.encode import encode_rows
-from data_prep.files import digest, read_json, sampled_digest, write_json
+from data_prep.files import digest, sampled_digest, write_json
 from data_prep.prompts import prompt_of, read_rows
 from data_prep.regenerate import WINDOW, regenerate, render_prompt, stop_ids
 from data_prep.store import Store, shard_path, write_shard
@@ -45,15 +45,11 @@ class Preparation:
         self._check_mask_token()
 
     def _stops(self) -> set[int]:
-        path = Path(self.target) / "generation_config.json"
-        if path.exists():
-            return stop_ids(_Namespace(read_json(path)), self.tokenizer)
-        from transformers import GenerationConfig
-
         try:
-            return stop_ids(GenerationConfig.from_pretrained(self.target, revision=self.model.revision), self.tokenizer)
-        except OSError:
-            return stop_ids(self.target_config, self.tokenizer)
+            config = GenerationConfig.from_pretrained(self.target, revision=self.model.revision)
+        except OSError:  # a target without one: its own config says
+            config = self.target_config
+        return stop_ids(getattr(config, "eos_token_id", None), self.tokenizer)
 
     def _check_mask_token(self) -> None:
         mask = self.model.mask_token_id
@@ -256,11 +252,8 @@ def check(model: ModelConfig, data: DataConfig, cache: CacheConfig) -> None:
         print(f"not checked: config, tokenizer and template of {model.target} ({str(error).splitlines()[0]})")
         bytes_per_token = len(model.taps or range(model.num_taps)) * (model.hidden_size or 0) * 2
     else:
-        probe = {
-            "id": "probe",
-            "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}],
-        }
-        encode_rows([probe], preparation.tokenizer, preparation.stops, data)
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+        encode_rows([{"id": "probe", "messages": messages}], preparation.tokenizer, preparation.stops, data)
         bytes_per_token = preparation.bytes_per_token
         print(f"checked: target config, tokenizer, template; stop tokens {sorted(preparation.stops)}")
     if Path(data.path).suffix == ".jsonl" or Path(data.path).exists():
@@ -273,13 +266,6 @@ def check(model: ModelConfig, data: DataConfig, cache: CacheConfig) -> None:
     most = num_rows * data.max_length * bytes_per_token
     free = shutil.disk_usage(cache.dir).free
     print(f"checked: disk at {cache.dir}: at most {most / 1e9:.1f} GB of features, {free / 1e9:.1f} GB free")
-    if most > free:
-        print("note: that is more than is free if every row is as long as data.max_length; the plan refines it")
-
-
-class _Namespace:
-    def __init__(self, values: dict):
-        self.__dict__.update(values)
 
 
 def _is_heldout(row: dict, share: float) -> bool:

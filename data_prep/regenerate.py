@@ -25,11 +25,10 @@ def template_arguments(config: DataConfig) -> dict:
     return {} if config.thinking is None else {"enable_thinking": config.thinking}
 
 
-def stop_ids(model_or_config, tokenizer) -> set[int]:
-    """The ids that end a turn: those of the target's generation config, or else the tokenizer's end of sequence."""
-    ids = getattr(model_or_config, "eos_token_id", None)
-    ids = tokenizer.eos_token_id if ids is None else ids
-    return set(ids) if isinstance(ids, list) else {ids}
+def stop_ids(eos: int | list[int] | None, tokenizer) -> set[int]:
+    """The ids that end a turn: those that the target's generation config names, or else the tokenizer's."""
+    eos = tokenizer.eos_token_id if eos is None else eos
+    return set(eos) if isinstance(eos, list) else {eos}
 
 
 def regenerate(rows: list[dict], config: DataConfig, load_target, target_name: str, folder: Path) -> Path:
@@ -90,7 +89,7 @@ def _in_process(rows: list[dict], config: DataConfig, load_target):
     if not rows:
         return
     model, tokenizer = load_target()
-    stops = stop_ids(model.generation_config, tokenizer)
+    stops = stop_ids(model.generation_config.eos_token_id, tokenizer)
     for start in range(0, len(rows), WINDOW * config.batch_size):
         window = rows[start : start + WINDOW * config.batch_size]
         prompts = [render_prompt(tokenizer, prompt_of(row), config) for row in window]

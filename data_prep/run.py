@@ -88,7 +88,7 @@ def _explain(error: Exception, overrides: list[str], models: list[str]) -> str:
 def run_main(main, name: str, schema: type) -> None:
     """Load the config and call `main`; a mistake of the user ends in one line, DFLASH_TRACE=1 shows where it rose."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(f"{sys.modules['__main__'].__doc__}\nKeys and defaults:\n\n{_help(schema)}")
+        print(f"{sys.modules['__main__'].__doc__}\nKeys (explained in the config.py files):\n\n{_help(schema)}")
         return
     try:
         main(load_config(name, schema, sys.argv[1:]))
@@ -104,14 +104,10 @@ def _help(schema: type, prefix: str = "") -> str:
     for item in fields(schema):
         if is_dataclass(item.type):
             lines.append(f"{prefix}{item.name}: {item.type.__doc__.splitlines()[0]}")
-            lines.append(_help(item.type, prefix + "  "))
+            lines.append(_help(item.type, f"{prefix}{item.name}."))
         else:
-            kind = (
-                [value.name for value in item.type]
-                if isinstance(item.type, type) and issubclass(item.type, Enum)
-                else ""
-            )
-            lines.append(f"{prefix}{item.name} {kind or ''}".rstrip())
+            values = "|".join(item.type.__members__) if isinstance(item.type, type(Enum)) else ""
+            lines.append(f"  {prefix}{item.name}{'=' if values else ''}{values}")
     return "\n".join(lines)
 
 

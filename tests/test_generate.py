@@ -3,6 +3,7 @@ against the distribution it must keep. Scripted drafters know the target's text 
 right, so that stops, limits and counts can be worked out by hand. Sampling: chi-square of the first two emitted tokens
 against p(a) p(b | a) over 20,000 draws from a small table of distributions, for both kinds of proposals."""
 
+import copy
 import itertools
 import math
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from helpers import SHAPE, greedy, reference_drafter, scripted_drafter, tiny_dra
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dflash.generate import Proposal, accept, generate, probabilities
+from train.config import EvaluateConfig
+from train.evaluate import compare_outputs, measure_speed, summarise
 
 S = 8
 
@@ -360,3 +363,35 @@ def test_sampling_through_the_whole_loop(sampled):
         counts[b, c] += 1
     statistic, bound = chi_square(counts, runs * expected)
     assert statistic < bound
+
+
+def test_an_oracle_scores_the_block_size_in_the_evaluator(target, text):
+    """A drafter that knows the answer, on an answer of 1 + nS tokens: tau is S, speed and identity see one text."""
+    prompt, _ = text
+    config = EvaluateConfig(max_new_tokens=1 + 4 * S, identity_tokens=1 + 2 * S)
+    answer = greedy(target, prompt, 1 + 4 * S)
+    oracle = scripted_drafter(prompt + answer, S)
+    (result,) = measure_speed(target, oracle, [("one", prompt)], {999}, config)
+    report = summarise([result], S)
+    assert report["tau"] == S and report["verify_steps"] == 4 and report["slot_acceptance"] == [1.0] * (S - 1)
+    assert (result.alone_tokens, result.draft_tokens) == (1 + 4 * S, 1 + 4 * S)
+    assert compare_outputs(target, oracle, [("one", prompt)], {999}, config)["identical"] == 1
+
+
+def test_the_evaluator_finds_different_words(target, text):
+    """A drafter that changes the target's words is found out, and not excused as a near tie."""
+    prompt, _ = text
+    target = copy.deepcopy(target)
+    config = EvaluateConfig(identity_tokens=20)
+
+    class Liar:
+        taps, block_size, dtype = [1], S, torch.float32
+        begin = staticmethod(lambda target, capacity: None)
+        double = float = lambda self: self
+
+        def propose(self, state, anchor_id, features_BTF, num_drafts, choose):
+            target.lm_head.weight.mul_(-1)  # the target itself answers otherwise once a drafter is at work
+            return Proposal(torch.zeros(num_drafts, dtype=torch.long), None)
+
+    counts = compare_outputs(target, Liar(), [("one", prompt)], {999}, config)
+    assert counts == {"prompts": 1, "identical": 0, "near_ties": 0, "different": 1}

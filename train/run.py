@@ -76,6 +76,7 @@ def train(config: RunConfig) -> None:
         preparation.drafter,
         dtype=getattr(torch, config.engine.dtype),
         revision=config.model.revision,
+        trust_remote_code=config.model.trust_remote_code,
     )
     if config.model.init == Init.target:
         sample_TF = torch.cat([store.row(i).features_TF for i in range(min(len(store), 8))])
