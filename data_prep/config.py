@@ -45,11 +45,10 @@ class DataConfig:
             raise ValueError("data.path: nothing found, expected a JSONL file or a Hub data set; name your chats")
         if not 0 < self.heldout < 1:
             raise ValueError(f"data.heldout: found {self.heldout}, expected a share between 0 and 1")
-        if self.max_length < 2 or self.max_new_tokens < 1:
-            raise ValueError(
-                f"data.max_length, data.max_new_tokens: found {self.max_length}, {self.max_new_tokens},"
-                " expected at least 2 and 1"
-            )
+        for name, least in {"max_length": 2, "max_new_tokens": 1, "batch_size": 1, "limit": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"data.{name}: found {value}, expected {least} or more")
 
 
 @dataclass

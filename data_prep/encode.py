@@ -69,8 +69,8 @@ def encode_rows(rows: list[dict], tokenizer, stops: set[int], config: DataConfig
                 counts["rows cut at data.max_length"] += 1
                 longest = max(longest or new, new, key=lambda item: len(item.ids))
                 new = EncodedRow(new.id, new.source, new.ids[: config.max_length], new.loss_mask[: config.max_length])
-            if sum(new.loss_mask) < 2:
-                counts["rows dropped, fewer than two supervised tokens left"] += 1
+            if not any(a and b for a, b in zip(new.loss_mask, new.loss_mask[1:])):
+                counts["rows dropped, without two supervised tokens in a row"] += 1
                 continue
             encoded.append(new)
             counts["tokens"] += len(new.ids)

@@ -12,9 +12,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from data_prep.cache import capture, refuse_small_disk
+from data_prep.cache import capture
 from data_prep.config import Answers, CacheConfig, DataConfig
 from data_prep.demo.target import NAME as DEMO_TARGET
+from data_prep.demo.target import ORIGIN as DEMO_ORIGIN
 from data_prep.demo.target import demo_target
 from data_prep.encode import encode_rows
 from data_prep.files import digest, sampled_digest, write_json
@@ -67,7 +68,8 @@ class Preparation:
 
     def num_parameters(self) -> int:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.target_config)
+            trusted = self.model.trust_remote_code
+            model = AutoModelForCausalLM.from_config(self.target_config, trust_remote_code=trusted)
         return sum(p.numel() for p in model.parameters())
 
     def target_name(self) -> str:
@@ -99,13 +101,12 @@ class Preparation:
             servers = len(self.data.server)
             how = f"{servers} server(s), at their speed" if servers else f"in process, about {20 * hours:.2g} h"
             print(f"plan: the target answers first: {how}")
-        self.cache.dir.mkdir(parents=True, exist_ok=True)
-        refuse_small_disk(self.cache.dir, tokens * self.bytes_per_token)
 
     def provenance(self, store: Store) -> dict:
         """What a checkpoint and an export say of where they come from."""
         return {
             "target_name": self.target_name(),
+            "target_id": DEMO_ORIGIN if self.model.target == "demo" else self.model.target,
             "model": describe(self.model) | {"taps": self.taps},
             "data": describe(self.data),
             "features": digest(store.manifest["recipe"]),
@@ -127,7 +128,7 @@ class Preparation:
             config.pop(cosmetic, None)
         return {
             "target": self.model.target,
-            "revision": self.model.revision or getattr(self.target_config, "_commit_hash", None),
+            "revision": getattr(self.target_config, "_commit_hash", None) or self.model.revision,
             "config": digest(config),
             "stops": sorted(self.stops),
             "weights": {path.name: sampled_digest(path) for path in sorted(Path(self.target).glob("*.safetensors"))},
@@ -185,6 +186,11 @@ class Preparation:
                     " data.answers=target to let the target answer"
                 )
             return self.rows
+        more = sum(len(row["messages"]) > len(prompt_of(row)) + 1 for row in self.rows)
+        if more:
+            print(
+                f"regenerate: {more} of {len(self.rows)} rows have further turns, which are not asked (only the first)"
+            )
         folder = self.cache.dir / f"answers-{digest(self.answers_recipe)}"
         path = regenerate(
             self.rows,

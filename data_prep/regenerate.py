@@ -7,7 +7,7 @@ were made. A row: {id, messages, finish: stop | length, answer_ids (where the to
 
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from data_prep.files import write_json, write_text
 from data_prep.prompts import prompt_of
 
 WINDOW = 8  # batches that are sorted by length together
+ANSWER_KEYS = ("messages", "answer_ids", "finish", "num_tokens")  # of a row that was answered before
 
 
 def template_arguments(config: DataConfig) -> dict:
@@ -47,7 +48,8 @@ def regenerate(rows: list[dict], config: DataConfig, load_target, target_name: s
     with part.open("a") as out, tqdm(total=len(todo), desc="regenerate", unit="row") as bar:
         for row, answer in answers:
             message = {"role": "assistant", "content": answer.pop("content")}
-            done[row["id"]] = {**row, "messages": [*prompt_of(row), message], **answer}
+            kept = {key: value for key, value in row.items() if key not in ANSWER_KEYS}
+            done[row["id"]] = {**kept, "messages": [*prompt_of(row), message], **answer}
             out.write(_lines([done[row["id"]]]))
             out.flush()
             num_tokens += answer["num_tokens"]
@@ -63,12 +65,12 @@ def regenerate(rows: list[dict], config: DataConfig, load_target, target_name: s
 
 
 def _lines(rows) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
 def _complete_lines(path: Path) -> list[dict]:
     """The rows of a file that a killed run may have left with half a last line."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
 def _manifest(config: DataConfig, target_name: str, rows: list[dict]) -> dict:
@@ -139,6 +141,8 @@ def _from_servers(rows: list[dict], config: DataConfig, target_name: str, concur
         for attempt in range(tries):
             try:
                 reply = client.post(f"{url}/chat/completions", json=body)
+                if 400 <= reply.status_code < 500 and reply.status_code != 429:  # asking again would not help
+                    raise OSError(f"data.server: {url} refused row {row['id']}: {reply.text.strip()[:200]}")
                 reply.raise_for_status()
                 break
             except httpx.HTTPError as error:
@@ -146,7 +150,7 @@ def _from_servers(rows: list[dict], config: DataConfig, target_name: str, concur
                     reason = str(error).splitlines()[0]
                     raise OSError(f"data.server: {url} failed {tries} times on row {row['id']}: {reason}") from None
                 time.sleep(2**attempt)
-        choice, usage = reply.json()["choices"][0], reply.json().get("usage", {})
+        choice, usage = reply.json()["choices"][0], reply.json().get("usage") or {}
         answer = {"content": choice["message"]["content"], "finish": choice["finish_reason"]}
         if answer["content"] is None or answer["finish"] not in ("stop", "length"):
             raise OSError(
@@ -155,4 +159,5 @@ def _from_servers(rows: list[dict], config: DataConfig, target_name: str, concur
         return row, {**answer, "num_tokens": usage.get("completion_tokens", 0)}
 
     with httpx.Client(timeout=600) as client, ThreadPoolExecutor(concurrency * len(config.server)) as pool:
-        yield from pool.map(ask, enumerate(rows))
+        for future in as_completed([pool.submit(ask, item) for item in enumerate(rows)]):
+            yield future.result()

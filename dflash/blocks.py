@@ -38,7 +38,7 @@ def eligible_anchors(loss_mask_T: torch.Tensor) -> torch.Tensor:
 
 
 def sample_anchors(loss_mask_T, count: int, *, seed: int, epoch: int, row_id: str, occurrence: int = 0) -> torch.Tensor:
-    """Up to `count` eligible anchors of one row, without replacement, sorted.
+    """Up to `count` eligible anchors of one row, without replacement, sorted: int64 indices into the row.
 
     They depend on the arguments alone: not on rank, batch, packing or resume. `occurrence` counts the times that the
     row stands in the epoch.
@@ -51,7 +51,10 @@ def sample_anchors(loss_mask_T, count: int, *, seed: int, epoch: int, row_id: st
 
 
 def make_blocks(ids_T, loss_mask_T, bounds, anchor_A, block_size: int, mask_token_id: int, gamma: float) -> Blocks:
-    """Blocks of a bin. bounds: int64 [documents + 1], the offsets of its documents; anchor_A: indices into the bin.
+    """Blocks of a bin.
+
+    ids_T int64 and loss_mask_T bool: the bin's tokens, and which are supervised. bounds: int64 [documents + 1], the
+    offsets of its documents. anchor_A: int64 indices into the bin.
 
     The weights of a block stop at the first slot that is unsupervised or outside the document (a contiguous prefix),
     so that tails and end-of-turn tokens are learned and nothing is learned across a gap.
@@ -78,6 +81,8 @@ def make_blocks(ids_T, loss_mask_T, bounds, anchor_A, block_size: int, mask_toke
 def visible(anchor_A, start_A, num_context: int, block_size: int):
     """The mask predicate (batch, head, query, key) -> bool, over queries [A * S] and keys [T context ; A * S slots].
 
+    anchor_A, start_A: as in `Blocks`; num_context: T. The four arguments are integer tensors that broadcast.
+
     A block sees the context of its own document strictly before its anchor, and all slots of its own block; no other.
     """
 
@@ -102,8 +107,9 @@ class Group(NamedTuple):
 def grouped_mask(anchor_A, start_A, num_context: int, block_size: int, group_size: int = 16) -> list[Group]:
     """`visible` on the parts of the mask that can be true: for SDPA, where FlexAttention has no backward.
 
-    Anchors are in rising order. A group is up to `group_size` neighbouring blocks of one document; it costs its queries
-    times its own context and slots, so that nothing is paid for other documents, or for context behind the anchors.
+    Arguments as in `visible`; anchors are in rising order. A group is up to `group_size` neighbouring blocks of one
+    document; it costs its queries times its own context and slots, so that nothing is paid for other documents, or for
+    context behind the anchors.
     """
     predicate = visible(anchor_A, start_A, num_context, block_size)
     anchors, starts, groups, first = anchor_A.tolist(), start_A.tolist(), [], 0
@@ -124,7 +130,7 @@ def grouped_mask(anchor_A, start_A, num_context: int, block_size: int, group_siz
 
 
 def attention_mask(anchor_A, start_A, num_context: int, block_size: int, dense: bool):
-    """`visible` as a dense bool mask [Q, T + Q] (SDPA) or as a FlexAttention BlockMask."""
+    """`visible` (same arguments) as a dense bool mask [Q, T + Q] (SDPA) or as a FlexAttention BlockMask."""
     predicate = visible(anchor_A, start_A, num_context, block_size)
     num_query = len(anchor_A) * block_size
     if dense:
@@ -132,4 +138,6 @@ def attention_mask(anchor_A, start_A, num_context: int, block_size: int, dense: 
         return predicate(None, None, query, torch.arange(num_context + num_query, device=anchor_A.device))
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return create_block_mask(predicate, None, None, num_query, num_context + num_query, device=anchor_A.device)
+    # Uncompiled, the builder would materialise the dense mask.
+    build = torch.compile(create_block_mask) if anchor_A.is_cuda else create_block_mask
+    return build(predicate, None, None, num_query, num_context + num_query, device=anchor_A.device)

@@ -65,8 +65,10 @@ class ModelConfig:
             raise ValueError(
                 f"model.block_size: found {self.block_size}, expected 2 or more (it counts the anchor); use 8 or 16"
             )
-        if self.num_layers < 1:
-            raise ValueError(f"model.num_layers: found {self.num_layers}, expected 1 or more")
+        if min(self.num_layers, self.num_taps) < 1:
+            raise ValueError(
+                f"model.num_layers, model.num_taps: found {self.num_layers}, {self.num_taps}, expected 1 or more"
+            )
         if self.taps != sorted(set(self.taps)):
             raise ValueError(f"model.taps: found {self.taps}, expected different ids in rising order; remove repeats")
         if self.mask_token_id < 0:
@@ -86,7 +88,8 @@ class ModelConfig:
     def resolve_taps(self, target_layers: int) -> list[int]:
         """The explicit tap ids for a target of that depth: those given, or `num_taps` by z-lab's rule.
 
-        The last layer is refused: engines disagree about whether its output is normed.
+        Raises ValueError for ids that the target does not have, and for its last layer: engines disagree about whether
+        that one's output is normed.
         """
         taps = self.taps or spread_taps(target_layers, self.num_taps)
         if taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] > target_layers - 2:
@@ -97,6 +100,7 @@ class ModelConfig:
         return taps
 
     def check_mask_token(self, embedding_rows: int) -> None:
+        """Raise ValueError where the mask token is no row of the target's embedding."""
         if self.mask_token_id >= embedding_rows:
             raise ValueError(
                 f"model.mask_token_id: found {self.mask_token_id}, expected a row below {embedding_rows}, the size of"
@@ -112,7 +116,7 @@ def spread_taps(target_layers: int, num_taps: int) -> list[int]:
     return [round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)]
 
 
-def target_scales(target: PretrainedConfig) -> dict:
+def target_scales(target: PretrainedConfig, trust_remote_code: bool = False) -> dict:
     """The target's embedding scale, logit scale and soft-cap, in z-lab's keys; only those that are not neutral.
 
     Raises ValueError for an attribute that looks like a scale and is not known here.
@@ -133,21 +137,25 @@ def target_scales(target: PretrainedConfig) -> dict:
         neutral = value is None or value is False or (value == 1 and value is not True)
         if _LOOKS_LIKE_SCALE.search(name) and name not in known and not neutral:
             raise ValueError(f"target {kind}: {name}={value} found, a scale that is not known for this architecture")
-    if kind not in _EMBED_SCALE and (found_kind := _embedding_class(target)) is not nn.Embedding:
+    if kind not in _EMBED_SCALE and (found_kind := _embedding_class(target, trust_remote_code)) is not nn.Embedding:
         raise ValueError(
             f"target {kind}: its embedding is a {found_kind.__name__}, expected a plain one; its scale is not known"
         )
     return {name: value for name, value in found.items() if value != 1.0}
 
 
-def _embedding_class(target: PretrainedConfig) -> type:
+def _embedding_class(target: PretrainedConfig, trust_remote_code: bool) -> type:
     """The class of the target's input embedding; some multiply in it, by a factor that no field of the config names."""
     with torch.device("meta"):
-        return type(AutoModelForCausalLM.from_config(target).get_input_embeddings())
+        model = AutoModelForCausalLM.from_config(target, trust_remote_code=trust_remote_code)
+    return type(model.get_input_embeddings())
 
 
 def target_rope_theta(target: PretrainedConfig) -> float:
-    """The base of the target's rotary embedding, from the flat or the nested field; 10000 where it has none."""
+    """The base of the target's rotary embedding, from the flat or the nested field; 10000 where it has none.
+
+    Raises ValueError where both exist and differ.
+    """
     nested = getattr(target, "rope_parameters", None) or {}
     nested = nested.get("full_attention", nested)  # some targets keep one dictionary for each kind of layer
     found = {v for v in (nested.get("rope_theta"), getattr(target, "rope_theta", None)) if v is not None}
@@ -160,7 +168,8 @@ def drafter_config(target: PretrainedConfig, model: ModelConfig) -> Qwen3Config:
     """The drafter's config: by allow-list from the target's, plus z-lab's keys.
 
     The rotary embedding is plain (no scaling, all dimensions) with the target's base; only hidden size and vocabulary
-    tie a drafter to its target.
+    tie a drafter to its target. Raises ValueError for a target that is not the one that `model` describes, and for
+    taps, a mask token or a scale that do not fit it.
     """
     target = target.get_text_config()
     for name, key in (("target_layers", "num_hidden_layers"), ("hidden_size",) * 2, ("vocab_size",) * 2):
@@ -189,6 +198,6 @@ def drafter_config(target: PretrainedConfig, model: ModelConfig) -> Qwen3Config:
             "block_size": model.block_size,
             "mask_token_id": model.mask_token_id,
             "target_layer_ids": model.resolve_taps(target.num_hidden_layers),
-            **target_scales(target),
+            **target_scales(target, model.trust_remote_code),
         },
     )

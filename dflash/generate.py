@@ -12,6 +12,8 @@ behind the first rejection draw from max(p - q, 0), renormalised. A greedy propo
 
 Stops and limits act by position: tokens behind the first stop token, or over the limit, are cut from the output and
 from the counts. Ships with every export; needs torch and transformers only.
+
+Shapes: B sequences (1 here), T tokens of one forward, D hidden, F features (taps x hidden), V vocabulary.
 """
 
 import contextlib
@@ -156,6 +158,8 @@ def generate(
 
     drafter: None for plain decoding. block_size: anchor included, at most the drafter's own (its default).
     temperature 0 is greedy. sampled_proposals: let the drafter sample too (only matters at a temperature).
+    Raises ValueError for a block size that the drafter was not trained with, a target whose cache cannot be cropped,
+    and more tokens than the target has positions.
     """
     size = drafter.block_size if drafter is not None else 1
     if block_size is not None and not (drafter is not None and 2 <= block_size <= size):

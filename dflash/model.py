@@ -51,7 +51,7 @@ class TargetEnds:
 
     @classmethod
     def of(cls, target: nn.Module, config: Qwen3Config) -> "TargetEnds":
-        """Take both tables from a loaded target; the scales come from the drafter's own config."""
+        """Both tables of a loaded target, the scales of the drafter's config. ValueError for a head with a bias."""
         if getattr(target.get_output_embeddings(), "bias", None) is not None:
             raise ValueError("target: its head has a bias, which no DFlash engine applies to the drafter; unsupported")
         embed, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
@@ -99,7 +99,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, half-split pairing. x [B, N, heads, K]; cos, sin [B, N, 1, K]."""
+    """Rotary embedding of x [B, N, heads, K], half-split pairing; cos, sin [B, N, 1, K]. Same shape out."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -112,7 +112,7 @@ def _compiled_flex():
 
 
 def attend(q_BHQK, k_BGNK, v_BGNK, mask):
-    """Attention of the blocks' queries over context and blocks.
+    """Attention of the blocks' queries [B, H, Q, K] over context and blocks [B, G, N, K] -> [B, H, Q, K].
 
     mask: None (all visible), a dense bool mask, a BlockMask (FlexAttention), or a list of `blocks.Group`.
     """
@@ -150,7 +150,7 @@ class DraftCache:
 
 
 class Attention(nn.Module):
-    """Queries from the block; keys and values from [context ; block] through the same projections."""
+    """Queries from the block [B, Q, D]; keys and values from [context ; block], N = T + Q, by the same projections."""
 
     def __init__(self, config: Qwen3Config, layer: int):
         super().__init__()
@@ -250,7 +250,7 @@ class DFlashDraftModel(PreTrainedModel):
 
     def begin(self, target: nn.Module, capacity: int):
         """State of one generation: the cache and the target's two tables."""
-        return DraftCache(capacity + self.block_size), TargetEnds.of(target, self.config)
+        return DraftCache(capacity), TargetEnds.of(target, self.config)
 
     def propose(self, state, anchor_id: torch.Tensor, features_BTF, num_drafts: int, choose) -> Proposal:
         """Draft `num_drafts` tokens behind the anchor in one forward.
@@ -271,7 +271,10 @@ class DFlashDraftModel(PreTrainedModel):
     def spec_generate(
         self, target, input_ids, max_new_tokens, stop_token_ids=None, temperature=0.0, block_size=None, **sampling
     ):
-        """Prompt ids [1, P] -> prompt and answer ids [1, P + n]; the words are the target's own (see `generate`)."""
+        """Prompt ids [1, P] int64 -> prompt and answer ids [1, P + n]; the words are the target's own.
+
+        Arguments and errors are those of `generate`.
+        """
         result = generate(
             target, input_ids, max_new_tokens, drafter=self, stop_token_ids=stop_token_ids or (),
             temperature=temperature, block_size=block_size, **sampling,

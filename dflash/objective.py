@@ -74,7 +74,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def block_loss(drafter, batch: BlockBatch, ends: TargetEnds, chunk: int) -> BlockLoss:
-    """The weighted loss of one bin. drafter: the model, or an engine whose forward is the model's."""
+    """The weighted loss of one bin. drafter: the model, or an engine whose forward is the model's.
+
+    chunk: how many slots' logits exist at one time; it changes memory and speed, not the result.
+    """
     blocks = batch.blocks
     num_context, block_size = len(batch.position_T), blocks.input_AS.shape[1]
     geometry = blocks.anchor_A, blocks.start_A, num_context, block_size

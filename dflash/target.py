@@ -1,6 +1,6 @@
 """The frozen target: its tapped hidden states, and its embedding and head alone.
 
-Shapes: T tokens of a row, F features (taps x hidden).
+Shapes: B rows, T tokens of a row, D hidden, F features (taps x hidden).
 """
 
 import json
@@ -18,13 +18,18 @@ EMBED_NAMES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.w
 HEAD_NAMES = ("lm_head.weight",)
 
 
+def default_device() -> torch.device:
+    """The current GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def load_target(path: str, *, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False):
-    """The whole target, frozen, in evaluation mode."""
+    """The whole target on the default device, frozen, in evaluation mode. Raises what `from_pretrained` raises."""
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
     )
-    return model.eval().requires_grad_(False)
+    return model.to(default_device()).eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -70,8 +75,8 @@ def load_ends(
     for name, table in (("embedding", embed), ("head", head)):
         if tuple(table.shape) != wanted:
             raise ValueError(f"target {path}: its {name} has shape {tuple(table.shape)}, expected {wanted}")
-    embed = embed.to(dtype)
-    return TargetEnds(embed, embed if tied else head.to(dtype), **scales(drafter))
+    embed = embed.to(default_device(), dtype)
+    return TargetEnds(embed, embed if tied else head.to(default_device(), dtype), **scales(drafter))
 
 
 @torch.no_grad()
@@ -86,6 +91,9 @@ def start_from_target(
     folded into q, k and v. A target without q/k norms gets constant ones, of the size that its queries and keys have on
     `sample_TF` [T, F]. Raises ValueError where a shape differs from the target's.
     """
+    kind = AutoConfig.from_pretrained(path, revision=revision).model_type
+    if kind not in ("llama", "mistral", "qwen3"):
+        raise ValueError(f"model.init: target found, expected random for a {kind} target: its layers compute otherwise")
     count, width = len(drafter.layers), drafter.config.hidden_size
     first = drafter.config.num_target_layers - count
     names = [

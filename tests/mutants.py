@@ -164,6 +164,24 @@ MUTANTS = [
            "state_BTD[:, : max(len(tokens) - 1, 1)]", SEES),
     Mutant("sliding windows are not refused", GENERATE, "    if kinds or (getattr", "    if False and (getattr",
            "test_generate.py::test_sliding_window_targets_are_refused_by_name"),
+    Mutant(
+        "a group misses its last context token", BLOCKS, "context = slice(starts[first], anchors[end - 1])",
+        "context = slice(starts[first], anchors[end - 1] - 1)", "test_blocks.py::test_grouped_mask_is_the_dense_mask",
+    ),
+    Mutant(
+        "a group sees the next document", BLOCKS, "and starts[end] == starts[first]:", "and True:",
+        "test_blocks.py::test_grouped_mask_is_the_dense_mask",
+    ),
+    Mutant(
+        "start from the target: the input norm is not folded", "dflash/target.py",
+        'found = found.float() * source["input_layernorm.weight"].float()', "found = found.float()",
+        "test_start.py::test_context_keys_and_values_are_the_targets",
+    ),
+    Mutant(
+        "the evaluator counts a step too many", EVALUATE, "fast.tokens), fast.seconds, fast.accepted",
+        "fast.tokens), fast.seconds, fast.accepted + [1]",
+        "test_generate.py::test_an_oracle_scores_the_block_size_in_the_evaluator",
+    ),
     # the step
     Mutant(
         "rank-local denominator",
@@ -186,7 +204,13 @@ MUTANTS = [
         "seed=self.seed, epoch=0,",
         "test_data.py::test_order_and_anchors_change_with_epoch_and_seed",
     ),
-    Mutant("an empty bin trains a row again", DATA, "anchors[i][:0] for i in items", "anchors[i] for i in items", SAME),
+    Mutant(
+        "an empty bin trains a row again",
+        DATA,
+        "                batch.blocks.weight_AS.zero_()\n                batch.weighted_N = batch.weighted_N[:0]\n",
+        "                pass\n",
+        SAME,
+    ),
     Mutant(
         "bins are dealt unevenly", DATA, "range(-(-len(bins) // self.world) * self.world)", "range(len(bins))", SAME
     ),
@@ -266,8 +290,8 @@ MUTANTS = [
     Mutant(
         "resume forgets the optimiser's step",
         ENGINE,
-        '                "step": torch.tensor(float(step)),\n                **{moment',
-        '                "step": torch.tensor(0.0),\n                **{moment',
+        '"step": torch.tensor(float(step), device=parameter.device)',
+        '"step": torch.tensor(0.0, device=parameter.device)',
         RESUME,
     ),
     Mutant(

@@ -112,11 +112,15 @@ class Steps:
         bins = pack(lengths, [len(chosen) for chosen in anchors], self.batch.bin_tokens, self.batch.bin_anchors)
         weight, batches = 0.0, []
         for number in range(-(-len(bins) // self.world) * self.world):
-            items = bins[number] if number < len(bins) else [0]  # an empty bin: a row's context, no anchors
-            chosen = [anchors[i] if number < len(bins) else anchors[i][:0] for i in items]
+            empty = number >= len(bins)
+            items = [0] if empty else bins[number]
+            chosen = [anchors[i][:1] if empty else anchors[i] for i in items]
             mine = number % self.world == self.rank
             bin_rows = [self.store.row(indices[i]) if mine else rows[i] for i in items]
             batch = make_batch(bin_rows, chosen, self.model)
+            if empty:  # it fills up a rank: one block without weight
+                batch.blocks.weight_AS.zero_()
+                batch.weighted_N = batch.weighted_N[:0]
             weight += float(batch.blocks.weight_AS.double().sum())
             if mine:
                 batches.append(batch)

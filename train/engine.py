@@ -7,6 +7,7 @@ the other: `name` the fp32 weight, `name/exp_avg` and `name/exp_avg_sq` AdamW's 
 
 import contextlib
 import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ class TorchEngine:
         for name, parameter in self.module.named_parameters():
             parameter.copy_(tensors[name])
             self.optimizer.state[parameter] = {
-                "step": torch.tensor(float(step)),
+                "step": torch.tensor(float(step), device=parameter.device),
                 **{moment: tensors[f"{name}/{moment}"].to(parameter.device).clone() for moment in MOMENTS},
             }
 
@@ -203,6 +204,9 @@ def start_process_group(device: torch.device, deepspeed: bool) -> None:
     """Join the group of the launcher, or make one of a single process where deepspeed needs it."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29511")
+    if "MASTER_PORT" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     if deepspeed or int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -19,6 +19,7 @@ from dflash.blocks import eligible_anchors
 from dflash.generate import Generation, generate
 from dflash.model import DFlashDraftModel, TargetEnds
 from dflash.objective import block_loss
+from dflash.target import default_device
 from train.config import EvaluateConfig, RunConfig
 from train.data import make_batch, to_device
 from train.sets import load_set
@@ -183,6 +184,7 @@ def evaluate(load_target, load_drafter, sets: dict[str, list], stops, config: Ev
     report, started = {}, time.perf_counter()
     target, drafter = load_target("bfloat16"), load_drafter(torch.bfloat16)
     size = config.block_size or drafter.block_size
+    measure_speed(target, drafter, next(iter(sets.values()), [])[:2], stops, config)  # warms up; not counted
     for name, prompts in sets.items():
         speed = measure_speed(target, drafter, prompts, stops, config)
         steady = [result for result in speed if not result.loops]
@@ -190,6 +192,7 @@ def evaluate(load_target, load_drafter, sets: dict[str, list], stops, config: Ev
         report[name]["ratio_without_looping"] = summarise(steady, size)["ratio"] if steady else None
         report[name]["per_prompt"] = [asdict(result) for result in speed]
         print(f"evaluate: {name} done after {time.perf_counter() - started:.0f} s", flush=True)
+    del target, drafter  # before the next pair is loaded
     target, drafter = load_target("float32"), load_drafter(torch.float32)
     for name, prompts in sets.items():
         report[name]["identity"] = compare_outputs(target, drafter, prompts[: config.identity_prompts], stops, config)
@@ -227,24 +230,42 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
 
 
+def evaluation_prompts(config: RunConfig, preparation: Preparation) -> dict[str, list[tuple[str, list[int]]]]:
+    """The rendered prompts of every configured set, by its name. Raises ValueError for a set that cannot be had."""
+    size, trained = config.evaluate.block_size, config.model.block_size
+    if size is not None and not 2 <= size <= trained:
+        raise ValueError(f"evaluate.block_size: found {size}, expected 2..{trained}, the size of training")
+    sets = {}
+    for name in config.evaluate.sets:
+        rows = load_set(name, config.evaluate.prompts, config.cache.dir / "sets")
+        if Path(name).stem in sets:
+            raise ValueError(f"evaluate.sets: found two sets named {Path(name).stem}, expected different names")
+        prompts = [(row["id"], render_prompt(preparation.tokenizer, row["messages"], config.data)) for row in rows]
+        sets[Path(name).stem] = prompts
+    return sets
+
+
 def evaluate_export(config: RunConfig, folder: Path) -> None:
     """Evaluate an export on the configured sets; write its figures, plot and card, and print the table."""
     from train.export import write_card
     from train.plots import plot_evaluation
 
+    training = read_json(folder / "dflash_training.json")["model"]
+    for key in ("target", "block_size", "mask_token_id"):
+        if training[key] != (found := describe(config.model)[key]):
+            raise ValueError(f"model.{key}: found {found}, expected {training[key]} as in {folder}; use its own +model")
     path = folder / "evaluation.json"
     report = read_json(path) if path.exists() else None
     if report is None or report["evaluate"] != describe(config.evaluate):
         preparation = Preparation(config.model, config.data, config.cache)
-        sets = {}
-        for name in config.evaluate.sets:
-            rows = load_set(name, config.evaluate.prompts, config.cache.dir / "sets")
-            prompts = [(row["id"], render_prompt(preparation.tokenizer, row["messages"], config.data)) for row in rows]
-            sets[Path(name).stem] = prompts
-        load_drafter = lambda dtype: DFlashDraftModel.from_pretrained(folder, dtype=dtype).eval()  # noqa: E731
+        sets = evaluation_prompts(config, preparation)
+        load_drafter = lambda dtype: DFlashDraftModel.from_pretrained(folder, dtype=dtype).to(default_device()).eval()  # noqa: E731
         measured = evaluate(preparation.load_target, load_drafter, sets, preparation.stops, config.evaluate)
         report = {"evaluate": describe(config.evaluate), "device": device_name(), "sets": measured}
         write_json(path, report)
     write_card(folder, report)
     plot_evaluation(report["sets"], folder / "evaluation.png")
     print(table(report["sets"]))
+    different = {name: r["identity"]["different"] for name, r in report["sets"].items() if r["identity"]["different"]}
+    if different:
+        raise ValueError(f"evaluate: outputs with the drafter differ from the target's own in fp32: {different}")

@@ -126,7 +126,9 @@ def export_checkpoint(config: RunConfig) -> Path:
     path = config.path or checkpoint.best(config.folder / "checkpoints")
     if path is None:
         raise ValueError(f"path: no complete checkpoint in {config.folder / 'checkpoints'}; train first")
-    trainer, folder = read_json(path / "trainer.json"), config.folder / "export"
+    if not (path / "trainer.json").exists():
+        raise ValueError(f"path: {path} is not a complete checkpoint, expected a trainer.json in it")
+    trainer, folder = read_json(path / "trainer.json"), path.parents[1] / "export"
     weights = sampled_digest(path / "state.safetensors")
     training = trainer["training"] | {"steps": trainer["step"], "checkpoint": {"name": path.name, "hash": weights}}
     if (folder / "dflash_training.json").exists() and read_json(folder / "dflash_training.json") == training:
@@ -144,7 +146,7 @@ def write_card(folder: Path, report: dict) -> None:
     size = config["block_size"]
     text = f"""---
 library_name: transformers
-base_model: {training["model"]["target"]}
+base_model: {training["target_id"]}
 tags: [dflash, speculative-decoding]
 ---
 
@@ -153,8 +155,8 @@ tags: [dflash, speculative-decoding]
 Drafts {size - 1} tokens in one forward pass for the target to verify ([arXiv 2602.06036](https://arxiv.org/abs/2602.06036));
 the target's words do not change. {config["num_hidden_layers"]} layers, block size {size}, taps
 {config["dflash_config"]["target_layer_ids"]}, mask token {config["dflash_config"]["mask_token_id"]}. Trained for
-{training["steps"]} steps on {training["rows"]} rows answered by the target. It has no embedding and no head: both are
-the target's.
+{training["steps"]} steps on {training["rows"]} rows of the target's own answers. It has no embedding and no head: both
+are the target's.
 
 ## Measured
 
@@ -165,13 +167,15 @@ in one run, on {report["device"]}; identity in fp32.
 {table(report["sets"])}
 ```
 
+![tau, speed and slot acceptance of each set](evaluation.png)
+
 ## Use
 
 ```python
 from transformers import AutoModel, AutoModelForCausalLM
 
 drafter = AutoModel.from_pretrained("PATH", trust_remote_code=True, dtype="auto")
-target = AutoModelForCausalLM.from_pretrained("{training["model"]["target"]}", dtype="auto")
+target = AutoModelForCausalLM.from_pretrained("{training["target_id"]}", dtype="auto")
 ids = drafter.spec_generate(
     target=target, input_ids=input_ids, max_new_tokens=256, stop_token_ids=[...], temperature=0.0
 )

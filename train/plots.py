@@ -1,4 +1,4 @@
-"""Plots of an evaluation and of a run, for the card and the README."""
+"""The plot of an evaluation, for the card and the README."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def plot_evaluation(report: dict, path: Path) -> None:
 
     names = list(report)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
-    bars = left.bar(names, [report[name]["tau"] for name in names], color="#4c72b0")
+    bars = left.bar(names, [report[name]["tau"] or 0 for name in names], color="#4c72b0")
     left.bar_label(bars, fmt="%.2f")
     left.set(title="tokens per verification (tau)", ylim=(1, None))
     bars = middle.bar(names, [report[name]["ratio"] for name in names], color="#dd8452")

@@ -20,16 +20,21 @@ def main(config: RunConfig) -> None:
 
     if config.name is None:
         config.name = next(a.split("=")[1] for a in sys.argv[1:] if a.startswith("+model="))
+    trains = config.stage in (Stage.all, Stage.train)
+    if trains and config.path is not None:
+        raise ValueError(
+            f"path: found {config.path} with stage={config.stage.value}, expected stage=export or evaluate"
+        )
     if config.check:
         check(config.model, config.data, config.cache)
+    elif not trains:
+        finish(config)
     elif launch.launched():
         train(config)
         if config.stage == Stage.all and not launch.ours() and os.environ["RANK"] == "0":
             finish(config)
-    elif config.stage in (Stage.all, Stage.train):
-        run(config)
     else:
-        finish(config)
+        run(config)
 
 
 def run(config: RunConfig) -> None:
@@ -37,10 +42,14 @@ def run(config: RunConfig) -> None:
     from data_prep.prepare import Preparation
     from train import launch
     from train.data import require_room
+    from train.evaluate import evaluation_prompts
 
     preparation = Preparation(config.model, config.data, config.cache)
     preparation.print_plan()
-    require_room(preparation.encode(), config.batch)
+    if config.stage == Stage.all:
+        evaluation_prompts(config, preparation)  # a set that cannot be had is refused now, not behind the training
+    if not preparation.features_folder.exists():
+        require_room(preparation.encode(), config.batch)
     preparation.features()
     if (ranks := launch.num_ranks(config.launch)) > 1:
         launch.run_ranks(str(Path(__file__).resolve()), sys.argv[1:], ranks)
@@ -59,13 +68,14 @@ def train(config: RunConfig) -> None:
     from data_prep.store import Store
     from dflash.config import Init
     from dflash.model import DFlashDraftModel
-    from dflash.target import load_ends, start_from_target
+    from dflash.target import default_device, load_ends, start_from_target
     from train.config import EngineKind
     from train.engine import start_process_group
     from train.trainer import fit, start_at_uniform
 
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    device = default_device()
     start_process_group(device, config.engine.kind == EngineKind.deepspeed)
     preparation = Preparation(config.model, config.data, config.cache)
     store = Store(preparation.features_folder)
@@ -89,7 +99,7 @@ def train(config: RunConfig) -> None:
 
 
 def finish(config: RunConfig) -> None:
-    """Export the best checkpoint (or `path`), evaluate the export, write its card."""
+    """Export the best checkpoint (or the one at `path`), evaluate the export (or the one at `path`), write its card."""
     from train.evaluate import evaluate_export
     from train.export import export_checkpoint
 

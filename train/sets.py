@@ -61,8 +61,6 @@ def _gsm_symbolic(cache_dir: Path) -> list[dict]:
     try:
         import reasoning_gym
     except ImportError:
-        raise ValueError(
-            "evaluate.sets: gsm_symbolic needs reasoning-gym; pip install 'dflash-trainer[demo]'"
-        ) from None
+        raise ValueError("evaluate.sets: gsm_symbolic needs reasoning-gym; pip install -e '.[demo]'") from None
     problems = reasoning_gym.create_dataset("gsm_symbolic", size=64, seed=7)
     return [_row("gsm_symbolic", i, problem["question"]) for i, problem in enumerate(problems)]

