@@ -167,8 +167,8 @@ def generate(
             f"block_size: found {block_size}, expected 2..{size}, the size that the drafter was trained with"
         )
     size = block_size or size
-    capacity = input_ids.shape[1] + max_new_tokens + size
-    check_target(target, capacity)
+    capacity = input_ids.shape[1] + max_new_tokens
+    check_target(target, capacity + size)
     stops, result, cache = set(stop_token_ids), Generation(), DynamicCache()
     cached = {_cache_argument(target): cache, "use_cache": True}
     clock = _clock(input_ids.device)

@@ -249,8 +249,8 @@ class DFlashDraftModel(PreTrainedModel):
         return self.norm(x_BQD)
 
     def begin(self, target: nn.Module, capacity: int):
-        """State of one generation: the cache and the target's two tables."""
-        return DraftCache(capacity), TargetEnds.of(target, self.config)
+        """State of one generation of up to `capacity` verified tokens: the cache and the target's two tables."""
+        return DraftCache(capacity + self.block_size), TargetEnds.of(target, self.config)
 
     def propose(self, state, anchor_id: torch.Tensor, features_BTF, num_drafts: int, choose) -> Proposal:
         """Draft `num_drafts` tokens behind the anchor in one forward.

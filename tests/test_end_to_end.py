@@ -38,7 +38,7 @@ def test_the_command_prepares_trains_evaluates_and_exports(calls):
 
 def test_the_evaluation_shows_identical_outputs_and_the_card_its_figures(calls):
     export = calls[1] / "runs/tiny/export"
-    (report,) = json.loads((export / "evaluation.json").read_text()).values()
+    (report,) = json.loads((export / "evaluation.json").read_text())["sets"].values()
     identity = report["identity"]
     assert identity["prompts"] == 2 and identity["different"] == 0
     assert identity["identical"] + identity["near_ties"] == 2

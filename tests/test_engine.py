@@ -261,7 +261,7 @@ def rank_main(cache: Path) -> None:
         states, loader = {"0": engine.state()}, steps(config, store, MANY_BINS, rank, world=2)
         for number, rate in enumerate(RATES):
             step = loader[number]
-            empty = [len(batch.blocks.anchor_A) == 0 for batch in step.batches]
+            empty = [len(batch.weighted_N) == 0 for batch in step.batches]
             assert any(empty) == (rank == 1), "this step should have an empty bin on the second rank alone"
             _, reported = train_step(engine, step, ends, 64, rate)
             states[str(number + 1)] = engine.state() | {"norm": torch.tensor(reported)}
