@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant("label shifted by one", BLOCKS, "label_AS=ids_T[token_AS]", "label_AS=ids_T[token_AS - 1]", MADE),
     Mutant("the anchor's feature is visible", BLOCKS, "(key < anchor_A[block])", "(key <= anchor_A[block])", CAUSAL),
     Mutant("mask: <= for <", BLOCKS, "(key < anchor_A[block])", "(key <= anchor_A[block])", MASK),
-    Mutant("mask: other documents are visible", BLOCKS, "(key >= start_A[block]) & (key", "(key >= 0) & (key", CAUSAL),
+    Mutant("mask: other documents are visible", BLOCKS, "(key >= start_A[block]) & (key", "(key >= 0) & (key", MASK),
     Mutant(
         "mask: a block sees the others, not itself", BLOCKS, "// block_size == block)", "// block_size != block)",
         "test_model.py::test_blocks_do_not_see_each_other",
