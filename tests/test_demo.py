@@ -52,3 +52,9 @@ def test_heldout_prompts_are_not_trained_on():
         rows = read_rows(DataConfig(path=str(DEMO / f"{name}.jsonl")))
         texts[name] = {row["messages"][0]["content"] for row in rows}
     assert len(texts["answers"]) == 2700 and not texts["answers"] & texts["heldout_arithmetic"]
+
+
+def test_transformers_4_finds_the_rotary_base(folder):
+    """Version 4 reads the flat field alone, version 5 the nested one; the GGUF says 100000."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 100000.0

@@ -52,6 +52,9 @@ def _convert(gguf: Path, folder: Path) -> None:
     )
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    path = folder / "config.json"  # Transformers 4 reads the flat field alone, and would take 10000 without a word
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"rope_theta": data["rope_parameters"]["rope_theta"]}, indent=2))
     # The GGUF asks for digits one by one, then byte level; Transformers converts the byte level only, which would
     # split spaces before digits in another way than in training.
     path = folder / "tokenizer.json"
