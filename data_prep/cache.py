@@ -1,30 +1,31 @@
 """The cache: the store of a target's features plus the recipe that determines it, named by the recipe's hash.
 
-Capture runs the target over the encoded rows, shard by shard. A shard that is there is whole (see `store`), so a
-restarted run goes on with the first one that is missing.
+Capture runs the target over the encoded rows, shard by shard. Any number of processes, on any nodes that share the file
+system, claim shards; they may come, leave or die. A claim only spares work: what a shard holds depends on the rows and
+the recipe alone, shards are renamed into place whole, and one that is written twice is the same.
+
+    shard-00007.claim@HOST@PID    somebody works on it; void when the process is dead or long silent
+    shard-00007.safetensors       written, flushed, renamed
+    shard-00007.json              its size and checksum: now it counts
+    manifest.json                 written last, with all records
 """
 
+import contextlib
+import os
 import shutil
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from data_prep.config import CacheConfig
-from data_prep.files import write_json
-from data_prep.store import Store, shard_path, write_shard
-from dflash.target import features
-
-
-def shard_bounds(lengths: list[int], shard_tokens: int) -> list[int]:
-    """First row of each shard, then the number of rows: a shard closes once it holds `shard_tokens` tokens."""
-    bounds, held = [0], 0
-    for row, length in enumerate(lengths):
-        if held >= shard_tokens:
-            bounds.append(row)
-            held = 0
-        held += length
-    return [*bounds, len(lengths)]
+from data_prep.codec import Codec, fit_codec
+from data_prep.config import CacheConfig, CodecKind
+from data_prep.files import file_digest, is_abandoned, read_json, remove_abandoned, write_json
+from data_prep.store import CODEC, INDEX, MANIFEST, SCHEMA, Row, Store, shard_path, write_shard
 
 
 def length_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
@@ -37,42 +38,178 @@ def length_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
     return batches
 
 
-def capture(rows: Store, folder: Path, recipe: dict, config: CacheConfig, load_target, taps: list[int]) -> Store:
-    """Write the features of all encoded rows into `folder`; return the store. load_target() -> the target.
+def run_batches(run, ids: list[list[int]], batch_tokens: int, keep) -> list:
+    """keep(states) of each row, in the order of `ids`. run(rows of ids) -> a tuple of tensors [T, ...] a row; it gets
+    length-sorted batches. keep(all rows' tuples of a batch) -> one value a row."""
+    out = [None] * len(ids)
+    for batch in length_batches(list(map(len, ids)), batch_tokens):
+        for i, value in zip(batch, keep(run([ids[i] for i in batch])), strict=True):
+            out[i] = value
+    return out
 
-    recipe: what determines the content; it becomes part of the manifest. Raises OSError when the disk is too small.
+
+@contextlib.contextmanager
+def fixed_threads(count: int):
+    """A fixed number of CPU threads: the order of sums, and so the bytes, depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Claims:
+    """Who works on which shard of a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.mine = folder, None
+
+    def take(self, todo: list[int]) -> int | None:
+        """Claim the first shard of `todo` that is neither recorded nor held by a living process."""
+        names = os.listdir(self.folder)
+        held = {name.split(".claim@")[0] for name in names if ".claim@" in name and self._lives(name)}
+        for number in todo:
+            path = shard_path(self.folder, number)
+            if path.stem in held or path.with_suffix(".json").name in names:
+                continue
+            self.mine = self.folder / f"{path.stem}.claim@{socket.gethostname()}@{os.getpid()}"
+            self.mine.touch()
+            if not path.with_suffix(".json").exists():  # else another one has just finished it
+                return number
+            self.mine.unlink()
+        return None
+
+    def release(self) -> None:
+        """Let go of all shards of this process."""
+        for path in self.folder.glob(f"*.claim@{socket.gethostname()}@{os.getpid()}"):
+            path.unlink(missing_ok=True)
+
+    def _lives(self, name: str) -> bool:
+        path = self.folder / name
+        if is_abandoned(path):
+            path.unlink(missing_ok=True)
+            return False
+        return True
+
+
+def records(folder: Path, num_shards: int) -> dict[int, dict]:
+    """Size and checksum of the shards that count: recorded, and there with that size."""
+    paths, found = [shard_path(folder, number) for number in range(num_shards)], {}
+    for number, path in enumerate(paths):
+        with contextlib.suppress(FileNotFoundError):
+            found[number] = read_json(path.with_suffix(".json"))
+    if (folder / MANIFEST).exists():  # looked at last: who writes it removes the single records behind it
+        found = dict(enumerate(read_json(folder / MANIFEST)["shards"])) | found
+    there = lambda path, record: path.exists() and path.stat().st_size == record["bytes"]  # noqa: E731
+    return {number: record for number, record in found.items() if there(paths[number], record)}
+
+
+def capture(rows: Store, folder: Path, recipe: dict, name: str, config: CacheConfig, start) -> Store:
+    """Write the features of all encoded rows into `folder`; return the store.
+
+    recipe: what determines the content; name: its hash. start() -> a context manager of run, which gives for rows of
+    ids their tuples of (features [T, F],) or (features, last state [T, D]); entered only where a shard is missing.
+    Raises OSError when the disk is too small, ValueError for states that no sound target gives.
     """
-    if (folder / "manifest.json").exists():
-        return Store(folder)
+    num_shards = len(rows.first_rows) - 1
+    if (folder / MANIFEST).exists():
+        Store(folder).require(recipe)
+        if len(records(folder, num_shards)) == num_shards:
+            return Store(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for part in folder.glob("*.part*"):
-        part.unlink()
-    encoded = [rows.row(i, features=False) for i in range(len(rows))]
-    lengths = [len(row.ids_T) for row in encoded]
-    bounds = shard_bounds(lengths, config.shard_tokens)
-    missing = [n for n in range(len(bounds) - 1) if not shard_path(folder, n).exists()]
-    refuse_small_disk(folder, sum(sum(lengths[bounds[n] : bounds[n + 1]]) for n in missing) * recipe["bytes_per_token"])
-    if len(missing) < len(bounds) - 1:
-        print(f"capture: {len(bounds) - 1 - len(missing)} of {len(bounds) - 1} shards are there, going on", flush=True)
-    target = load_target() if missing else None
-    total = sum(lengths[row] for n in missing for row in range(bounds[n], bounds[n + 1]))
-    with tqdm(total=total, desc="capture", unit="token", unit_scale=True) as bar:
-        for number in missing:
-            part = encoded[bounds[number] : bounds[number + 1]]
-            taken = [None] * len(part)
-            for batch in length_batches([len(row.ids_T) for row in part], config.batch_tokens):
-                states = features(target, [part[i].ids_T.tolist() for i in batch], taps)
-                for i, states_TF in zip(batch, states):
-                    taken[i] = states_TF.cpu()
-                bar.update(sum(len(states_TF) for states_TF in states))
-            features_TF = torch.cat(taken)
-            if not features_TF.isfinite().all():
-                raise ValueError(f"capture: shard {number} has states that are not finite; is the target sound?")
-            ids = [row.ids_T.tolist() for row in part]
-            write_shard(shard_path(folder, number), ids, [row.loss_mask_T.tolist() for row in part], features_TF)
-    shutil.copy(rows.folder / "row_ids.json", folder / "row_ids.json")
-    write_json(folder / "manifest.json", {**recipe, "first_rows": bounds, "tokens": sum(lengths)})
+    remove_abandoned(folder)
+    done = set(records(folder, num_shards))
+    tokens = [int(rows.index["length"][a:b].sum()) for a, b in pairwise(rows.first_rows)]
+    left = sum(count for number, count in enumerate(tokens) if number not in done)
+    refuse_small_disk(folder, left * recipe["bytes_per_token"])
+    if done:
+        print(f"capture: {len(done)} of {num_shards} shards are there, going on", flush=True)
+    claims, run, codec, pending = Claims(folder), None, None, None
+    with (
+        contextlib.ExitStack() as stack, fixed_threads(config.threads), ThreadPoolExecutor(1) as writer,
+        tqdm(total=left, desc="capture", unit="token", unit_scale=True) as bar,
+    ):  # fmt: skip
+        stack.callback(claims.release)
+        while len(done) < num_shards:
+            number = claims.take([n for n in range(num_shards) if n not in done])
+            if number is None:  # the others are at work
+                if pending is not None:
+                    pending.result()
+                if (now := set(records(folder, num_shards))) <= done:
+                    time.sleep(0.5)
+                done = now
+                continue
+            if run is None:
+                run = stack.enter_context(start())
+                codec = the_codec(rows, folder, config, run)
+            part, claim = rows.rows_of(number), claims.mine
+
+            def keep(states, claim=claim, number=number, codec=codec):
+                """Check and pack a batch on the target's device, and give a sign of life."""
+                refuse_unsound(torch.cat([features_TF for features_TF, *_ in states]), recipe["taps"], number)
+                claim.touch()
+                bar.update(sum(len(features_TF) for features_TF, *_ in states))
+                return [(codec.encode(x).cpu(), *(t.to(torch.bfloat16).cpu() for t in last)) for x, *last in states]
+
+            packed = run_batches(run, [row.ids_T.tolist() for row in part], config.batch_tokens, keep)
+            if pending is not None:
+                pending.result()
+            pending = writer.submit(_finish, folder, number, claim, part, name, *map(torch.cat, zip(*packed)))
+            done.add(number)
+        if pending is not None:
+            pending.result()
+    complete(rows, folder, recipe)
     return Store(folder)
+
+
+def _finish(folder: Path, number: int, claim: Path, part: list[Row], name: str, features_TR, last_TD=None) -> None:
+    """Write a shard and its record, then let go of it."""
+    path, ids, masks = shard_path(folder, number), [r.ids_T.tolist() for r in part], [r.loss_mask_T for r in part]
+    record = write_shard(path, part[0].index, ids, [m.tolist() for m in masks], features_TR, name, last_TD)
+    write_json(path.with_suffix(".json"), record)
+    claim.unlink(missing_ok=True)
+
+
+def complete(rows: Store, folder: Path, recipe: dict) -> None:
+    """Write the manifest over all recorded shards; what stood for them while they came is removed."""
+    num_shards = len(rows.first_rows) - 1
+    done = records(folder, num_shards)
+    shutil.copy(rows.folder / INDEX, folder / INDEX)
+    codec = Codec.load(folder / CODEC)
+    manifest = {name: rows.manifest[name] for name in ("first_rows", "longest", "report", "tokens")}
+    manifest |= {"schema": SCHEMA, "recipe": recipe, "shards": [done[n] for n in range(num_shards)]}
+    manifest |= {"files": {file: file_digest(folder / file) for file in (INDEX, CODEC)}}
+    write_json(folder / MANIFEST, manifest | {"codec_error": codec.error})
+    for number in range(num_shards):
+        shard_path(folder, number).with_suffix(".json").unlink(missing_ok=True)
+    remove_abandoned(folder)
+    how = f"{recipe['codec']}, {codec.error:.2%} of the energy lost" if codec.scale_R is not None else recipe["codec"]
+    print(f"capture: {manifest['tokens']} tokens of {recipe['bytes_per_token']} bytes ({how}) in {folder}", flush=True)
+
+
+def the_codec(rows: Store, folder: Path, config: CacheConfig, run) -> Codec:
+    """The folder's codec; fitted by the first worker, on rows spread evenly over the data."""
+    if not (folder / CODEC).exists():
+        step, sample_TF = max(1, round(rows.manifest["tokens"] / config.fit_tokens)), None
+        if config.codec != CodecKind.bf16:
+            ids = [rows.row(i, features=False).ids_T.tolist() for i in range(0, len(rows), step)]
+            keep = lambda states: [features_TF.cpu() for features_TF, *_ in states]  # noqa: E731
+            sample_TF = torch.cat(run_batches(run, ids, config.batch_tokens, keep))
+        fit_codec(config, sample_TF).save(folder / CODEC)
+    return Codec.load(folder / CODEC)
+
+
+def refuse_unsound(features_TF: torch.Tensor, taps: list[int], shard: int) -> None:
+    """Raise ValueError where a tap is not finite, all zero, or the same for all tokens (vLLM #46301)."""
+    for tap, states_TD in zip(taps, features_TF.chunk(len(taps), dim=-1)):
+        broken = {
+            "not finite": not bool(states_TD.isfinite().all()),
+            "all zero": not bool(states_TD.any()),
+            "the same for all tokens": len(states_TD) > 1 and bool((states_TD == states_TD[:1]).all()),
+        }
+        if what := [name for name, is_so in broken.items() if is_so]:
+            raise ValueError(f"capture: shard {shard}, tap {tap}: states are {what[0]}; is the target sound?")
 
 
 def refuse_small_disk(folder: Path, num_bytes: int) -> None:
@@ -81,5 +218,5 @@ def refuse_small_disk(folder: Path, num_bytes: int) -> None:
     if num_bytes * 1.1 > free:
         raise OSError(
             f"cache.dir: {num_bytes / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free at {folder}; make room, name another"
-            " cache.dir, or lower data.limit"
+            " cache.dir, a smaller cache.codec, or lower data.limit"
         )

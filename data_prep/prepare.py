@@ -2,9 +2,12 @@
 is named by the hash of all that determines it; what is there is not done again.
 """
 
+import contextlib
 import functools
+import itertools
 import json
 import shutil
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,18 +15,20 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from data_prep.audit import check_cache, check_rows
 from data_prep.cache import capture
-from data_prep.config import Answers, CacheConfig, DataConfig
+from data_prep.codec import bytes_per_token, rank_of
+from data_prep.config import Answers, Backend, CacheConfig, CacheMode, CodecKind, DataConfig
 from data_prep.demo.target import NAME as DEMO_TARGET
 from data_prep.demo.target import ORIGIN as DEMO_ORIGIN
 from data_prep.demo.target import demo_target
-from data_prep.encode import encode_rows
-from data_prep.files import digest, sampled_digest, write_json
-from data_prep.prompts import prompt_of, read_rows
-from data_prep.regenerate import WINDOW, regenerate, render_prompt, stop_ids
-from data_prep.store import Store, shard_path, write_shard
+from data_prep.encode import encode_row, encode_rows
+from data_prep.files import JsonLines, digest, part_path, sampled_digest, write_json
+from data_prep.prompts import collect, prompt_of, read_rows, source_identity
+from data_prep.regenerate import WINDOW, regenerate, render, stop_ids
+from data_prep.store import MANIFEST, SCHEMA, Store, write_rows
 from dflash.config import ModelConfig, drafter_config
-from dflash.target import load_target
+from dflash.target import features, load_target
 
 IN_PROCESS_PARAMETERS = 1_000_000_000  # a larger target answers too slowly without a serving engine
 
@@ -41,7 +46,8 @@ class Preparation:
             raise ValueError(f"model.target: {model.target} has no chat template, expected a chat model")
         self.drafter = drafter_config(self.target_config, model)
         self.taps = self.drafter.dflash_config["target_layer_ids"]
-        self.bytes_per_token = len(self.taps) * self.drafter.hidden_size * getattr(torch, cache.dtype).itemsize
+        num_features = len(self.taps) * self.drafter.hidden_size
+        self.bytes_per_token = bytes_per_token(cache, num_features) + cache.last * 2 * self.drafter.hidden_size
         self.stops = self._stops()
         self._check_mask_token()
 
@@ -63,7 +69,7 @@ class Preparation:
     def load_target(self, dtype: str):
         return load_target(
             self.target, dtype=getattr(torch, dtype), revision=self.model.revision,
-            trust_remote_code=self.model.trust_remote_code,
+            trust_remote_code=self.model.trust_remote_code, **self.model.load,
         )  # fmt: skip
 
     def num_parameters(self) -> int:
@@ -77,19 +83,22 @@ class Preparation:
 
     def print_plan(self) -> None:
         """Rows, tokens, bytes and hours, before the work starts. Raises ValueError for what cannot be done here."""
-        rows = self.rows
-        parameters = self.num_parameters()
-        prompts = [len(render_prompt(self.tokenizer, prompt_of(row), self.data)) for row in rows[:64]]
-        answers = [len(row["answer_ids"]) for row in rows[:64] if "answer_ids" in row]
+        rows, report = self.rows
+        print(f"data: {report}", flush=True)
+        some = list(itertools.islice((row for row in rows if "messages" in row), 64))
+        prompts = [len(render(self.tokenizer, prompt_of(row), self.data, row.get("tools"))) for row in some]
+        answers = [len(row["answer_ids"]) for row in some if "answer_ids" in row]
         answering = self.data.answers == Answers.target
         answer = sum(answers) / len(answers) if answers and not answering else self.data.max_new_tokens
-        length = min(sum(prompts) / len(prompts) + answer, self.data.max_length)
-        tokens = round(length * len(rows))
+        length = min(sum(prompts) / max(len(prompts), 1) + answer, self.data.max_length)
+        tokens, parameters = round(length * report["rows kept"]), self.num_parameters()
         speed = 1e14 if torch.cuda.is_available() else 2.5e11  # FLOP/s that a forward reaches, roughly
         hours = 2 * parameters * tokens / speed / 3600
         print(
-            f"plan: {len(rows)} rows, at most about {tokens} tokens, {tokens * self.bytes_per_token / 1e9:.2f} GB of"
-            f" features ({self.bytes_per_token} bytes a token), capture about {hours:.2g} h at {speed:.0e} FLOP/s"
+            f"plan: {report['conversations']} rows, at most about {tokens} tokens,"
+            f" {tokens * self.bytes_per_token / 1e9:.2f} GB of features ({self.bytes_per_token} bytes a token,"
+            f" {self.cache.codec.value}), capture about"
+            f" {hours:.2g} h at {speed:.0e} FLOP/s"
         )
         if answering and not self.data.server and parameters > IN_PROCESS_PARAMETERS:
             raise ValueError(
@@ -110,15 +119,21 @@ class Preparation:
             "model": describe(self.model) | {"taps": self.taps},
             "data": describe(self.data),
             "features": digest(store.manifest["recipe"]),
-            "rows": len(store) - len(store.manifest["heldout"]),
+            "rows": len(store) - int(store.heldout(self.data.heldout).sum()),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
 
     # Recipes: what determines the result of a stage. Its hash names the folder.
 
     @functools.cached_property
-    def rows(self) -> list[dict]:
-        return read_rows(self.data)
+    def data_recipe(self) -> dict:
+        sources = [source_identity(source) for source in self.data.sources]
+        return {"sources": sources, "limit": self.data.limit, "dedup": self.data.dedup}
+
+    @functools.cached_property
+    def rows(self) -> tuple[JsonLines, dict]:
+        """All rows, and the report of what was left out."""
+        return collect(self.data, self.cache.dir / f"data-{digest(self.data_recipe)}")
 
     @functools.cached_property
     def target_identity(self) -> dict:
@@ -130,6 +145,7 @@ class Preparation:
             "target": self.model.target,
             "revision": getattr(self.target_config, "_commit_hash", None) or self.model.revision,
             "config": digest(config),
+            "load": {key: str(value) for key, value in self.model.load.items()},
             "stops": sorted(self.stops),
             "weights": {path.name: sampled_digest(path) for path in sorted(Path(self.target).glob("*.safetensors"))},
             "tokenizer": digest([self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template]),
@@ -137,14 +153,16 @@ class Preparation:
 
     @functools.cached_property
     def answers_recipe(self) -> dict:
-        if self.data.answers == Answers.data:
-            return {"data": digest(self.rows)}
+        data = self.data
+        if data.answers == Answers.data:
+            return {"data": digest(self.data_recipe)}
         return {
-            "prompts": digest([[row["id"], prompt_of(row)] for row in self.rows]),
+            "data": digest(self.data_recipe),
             "target": self.target_identity,
-            "max_new_tokens": self.data.max_new_tokens,
-            "thinking": self.data.thinking,
-            "by": "server" if self.data.server else [self.data.dtype, self.data.batch_size, WINDOW],
+            "thinking": data.thinking,
+            "sampling": [data.max_new_tokens, data.temperature]
+            + ([data.top_p, data.top_k, data.seed] if data.temperature else []),
+            "by": "server" if data.server else [data.dtype, data.batch_size, WINDOW],
         }
 
     @functools.cached_property
@@ -154,99 +172,163 @@ class Preparation:
             "target": self.target_identity,
             "thinking": self.data.thinking,
             "max_length": self.data.max_length,
-            "heldout_share": self.data.heldout,
-            "mask_token_id": self.model.mask_token_id,
+            "cut_answers": self.data.cut_answers.value,
+            "shard_tokens": self.cache.shard_tokens,
+            "schema": SCHEMA,
         }
 
     @functools.cached_property
     def features_recipe(self) -> dict:
-        return {
+        cache = self.cache
+        recipe = {
             "rows": digest(self.rows_recipe),
             "target": self.target_identity,
             "taps": self.taps,
             "taps_are": "outputs of decoder layers, 0-based",
-            "dtype": self.cache.dtype,
-            "shard_tokens": self.cache.shard_tokens,
-            "batch_tokens": self.cache.batch_tokens,
+            "hidden_size": self.drafter.hidden_size,
+            "dtype": cache.dtype,
+            "codec": cache.codec.value,
+            "last": cache.last,
+            "bytes_per_token": self.bytes_per_token,
+            "batch_tokens": cache.batch_tokens,
+            "threads": cache.threads,
+            "backend": cache.backend.value,
         }
+        if cache.codec != CodecKind.bf16:
+            recipe["fit_tokens"] = cache.fit_tokens
+        if cache.codec == CodecKind.lowrank:
+            recipe["rank"] = rank_of(cache, len(self.taps) * self.drafter.hidden_size)
+        return recipe
+
+    @property
+    def rows_folder(self) -> Path:
+        return self.cache.dir / f"rows-{digest(self.rows_recipe)}"
+
+    @property
+    def features_name(self) -> str:
+        return digest(self.features_recipe)
 
     @property
     def features_folder(self) -> Path:
-        return self.cache.dir / f"features-{digest(self.features_recipe)}"
+        return self.cache.dir / f"features-{self.features_name}"
 
     # Stages: each returns at once where its result is there.
 
-    def answer(self) -> list[dict]:
+    def answer(self) -> JsonLines:
         """Rows with answers: the data's own, or the target's."""
+        rows, _ = self.rows
         if self.data.answers == Answers.data:
-            silent = next((row["id"] for row in self.rows if row["messages"][-1]["role"] != "assistant"), None)
+            answered = lambda row: "input_ids" in row or row["messages"][-1]["role"] == "assistant"  # noqa: E731
+            silent = next((row["id"] for row in rows if not answered(row)), None)
             if silent is not None:
                 raise ValueError(
                     f"{self.data.path}, row {silent}: no answer found, and data.answers=data expects them; use"
                     " data.answers=target to let the target answer"
                 )
-            return self.rows
-        more = sum(len(row["messages"]) > len(prompt_of(row)) + 1 for row in self.rows)
-        if more:
-            print(
-                f"regenerate: {more} of {len(self.rows)} rows have further turns, which are not asked (only the first)"
+            return rows
+        ready = next((row["id"] for row in rows if "input_ids" in row), None)
+        if ready is not None:
+            raise ValueError(
+                f"{self.data.path}, row {ready}: input_ids found, which nobody can be asked; use data.answers=data"
             )
         folder = self.cache.dir / f"answers-{digest(self.answers_recipe)}"
-        path = regenerate(
-            self.rows,
-            self.data,
-            lambda: (self.load_target(self.data.dtype), self.tokenizer),
-            self.target_name(),
-            folder,
-        )
-        with path.open() as lines:
-            return [json.loads(line) for line in lines]
+        if not folder.exists():
+            more = sum(len(row["messages"]) > len(prompt_of(row)) + 1 for row in rows)
+            if more:
+                print(f"regenerate: {more} rows have further turns, which are not asked (only the first)")
+        load = lambda: self.load_target(self.data.dtype)  # noqa: E731
+        return regenerate(rows, self.data, self.tokenizer, self.stops, load, self.target_name(), folder)
 
     def encode(self) -> Store:
-        """Token ids and loss masks, with the held-out rows marked."""
-        folder = self.cache.dir / f"rows-{digest(self.rows_recipe)}"
-        if not (folder / "manifest.json").exists():
-            self._encode_into(folder)
-        store = Store(folder)
-        print(f"encode: {store.manifest['report']}, {len(store.manifest['heldout'])} rows held out", flush=True)
+        """Token ids and loss masks. Raises ValueError for a mask token that stands in the data."""
+        if not (self.rows_folder / MANIFEST).exists():
+            self._encode_into(self.rows_folder)
+        store = Store(self.rows_folder)
+        seen, mask = store.index["seen"], self.model.mask_token_id
+        if len(seen) > self.drafter.vocab_size:
+            raise ValueError(
+                f"data.path: token id {len(seen) - 1} found, expected ids below {self.drafter.vocab_size}, the target's"
+            )
+        if mask < len(seen) and seen[mask]:
+            raise ValueError(f"model.mask_token_id: {mask} stands in the data, expected an unused token")
+        heldout = int(store.heldout(self.data.heldout).sum())
+        print(f"encode: {store.manifest['report']}, {heldout} rows held out", flush=True)
+        if not 0 < heldout < len(store):
+            raise ValueError(
+                f"data.heldout: {heldout} of {len(store)} rows held out at a share of {self.data.heldout}, expected"
+                " some and not all; raise or lower it"
+            )
         return store
 
     def _encode_into(self, folder: Path) -> None:
+        report, part = Counter(self.rows[1]), part_path(folder)
         rows = self.answer()
-        encoded, report = encode_rows(rows, self.tokenizer, self.stops, self.data)
-        seen = next((row.id for row in encoded if self.model.mask_token_id in row.ids), None)
-        if seen is not None:
-            raise ValueError(
-                f"model.mask_token_id: {self.model.mask_token_id} stands in row {seen}, expected an unused token"
+        part.mkdir(parents=True)
+        try:
+            written = write_rows(
+                part, encode_rows(rows, self.tokenizer, self.stops, self.data, report), self.cache.shard_tokens
             )
-        held = {row["id"] for row in rows if _is_heldout(row, self.data.heldout)}
-        heldout = [i for i, row in enumerate(encoded) if row.source in held]
-        if not 0 < len(heldout) < len(encoded):
-            raise ValueError(
-                f"data.heldout: {len(heldout)} of {len(encoded)} rows held out at a share of {self.data.heldout},"
-                " expected some and not all; raise or lower it"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        write_shard(shard_path(folder, 0), [row.ids for row in encoded], [row.loss_mask for row in encoded])
-        write_json(folder / "row_ids.json", [row.id for row in encoded])
-        manifest = {
-            "recipe": self.rows_recipe,
-            "first_rows": [0, len(encoded)],
-            "longest": max(len(row.ids) for row in encoded),
-            "heldout": heldout,
-            "report": report,
-        }
-        write_json(folder / "manifest.json", manifest)
+            manifest = {"schema": SCHEMA, "recipe": self.rows_recipe, "report": dict(report), **written}
+            write_json(part / MANIFEST, manifest)
+            with contextlib.suppress(OSError):  # another process was first, and has the same
+                part.rename(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def running_target(self):
+        """run(rows of ids) -> [(features [T, F],)] by the configured backend; with cache.last also [T, D]."""
+        cache = self.cache
+        if cache.backend == Backend.transformers or cache.mode == CacheMode.online:
+            target = self.load_target(cache.dtype)
+            yield lambda ids: features(target, ids, self.taps, cache.last)
+            return
+        from data_prep.capture_vllm import VllmFeatures
+
+        longest = self.encode().manifest["longest"]
+        with VllmFeatures(cache.python, self.target, self.taps, cache.dtype, longest, cache.engine) as run:
+            self._compare_backend(run)
+            yield lambda ids: [(states_TF,) for states_TF in run(ids)]
+
+    def _compare_backend(self, run) -> None:
+        """Raise ValueError where another backend's states are not those of Transformers on the first rows."""
+        rows, most = Store(self.rows_folder), 1e-4 if self.cache.dtype == "float32" else 0.03
+        target = self.load_target(self.cache.dtype) if self.cache.check_rows else None
+        for i in range(min(self.cache.check_rows, len(rows))):
+            ids = rows.row(i, features=False).ids_T.tolist()
+            (mine,) = features(target, [ids], self.taps)[0]
+            error = float((run([ids])[0].float() - mine.cpu().float()).norm() / mine.float().norm())
+            if not error <= most:
+                raise ValueError(
+                    f"cache.backend: row {rows.row_id(i)}: {self.cache.backend.value}'s states differ by {error:.3g} of"
+                    f" their norm from those of Transformers, at most {most} expected"
+                )
+            print(f"capture: {self.cache.backend.value} and Transformers differ by {error:.1e} on row {rows.row_id(i)}")
 
     def features(self) -> Store:
-        """The store that training reads."""
-        if (self.features_folder / "manifest.json").exists():
-            return Store(self.features_folder)
-        rows = self.encode()
-        manifest = {"recipe": self.features_recipe, "bytes_per_token": self.bytes_per_token}
-        manifest |= {name: rows.manifest[name] for name in ("heldout", "longest", "report")}
-        load = lambda: self.load_target(self.cache.dtype)  # noqa: E731
-        return capture(rows, self.features_folder, manifest, self.cache, load, self.taps)
+        """The store that training reads; online, the encoded rows."""
+        if self.cache.mode == CacheMode.online:
+            return self.encode()
+        if (self.features_folder / MANIFEST).exists():
+            store = Store(self.features_folder)
+            check_cache(store, self.features_recipe, self.features_name)
+            return store
+        return self.capture()
+
+    def capture(self) -> Store:
+        recipe, name = self.features_recipe, self.features_name
+        return capture(self.encode(), self.features_folder, recipe, name, self.cache, self.running_target)
+
+    def audit(self, num_rows: int = 8) -> None:
+        """Check every byte of the cache, and some rows against the target."""
+        store = Store(self.features_folder)
+        check_cache(store, self.features_recipe, self.features_name, deep=True)
+        with self.running_target() as run:
+            worst = check_rows(store, run, self.cache.codec, num_rows)
+        print(
+            f"audit: {len(store)} rows in {len(store.first_rows) - 1} shards are sound; {num_rows} rows run again"
+            f" differ by {worst:.2g} of their norm at most"
+        )
 
 
 def check(model: ModelConfig, data: DataConfig, cache: CacheConfig) -> None:
@@ -256,27 +338,25 @@ def check(model: ModelConfig, data: DataConfig, cache: CacheConfig) -> None:
         preparation = Preparation(model, data, cache)
     except OSError as error:
         print(f"not checked: config, tokenizer and template of {model.target} ({str(error).splitlines()[0]})")
-        bytes_per_token = len(model.taps or range(model.num_taps)) * (model.hidden_size or 0) * 2
+        size = bytes_per_token(cache, len(model.taps or range(model.num_taps)) * (model.hidden_size or 0))
     else:
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-        encode_rows([{"id": "probe", "messages": messages}], preparation.tokenizer, preparation.stops, data)
-        bytes_per_token = preparation.bytes_per_token
+        encode_row({"id": "probe", "messages": messages}, preparation.tokenizer, preparation.stops, data)
+        size = preparation.bytes_per_token
         print(f"checked: target config, tokenizer, template; stop tokens {sorted(preparation.stops)}")
-    if Path(data.path).suffix == ".jsonl" or Path(data.path).exists():
-        num_rows = len(read_rows(data))
-        print(f"checked: {num_rows} rows of {data.path}")
-    else:
-        num_rows = data.limit or 0
-        print(f"not checked: the data set {data.path} on the Hub")
+    num_rows = 0
+    for source in data.sources:
+        if Path(source.path).suffix == ".jsonl" or Path(source.path).exists():
+            found = sum(1 for _ in read_rows(DataConfig(sources=[source], limit=data.limit)))
+            print(f"checked: {found} rows of {source.path}")
+        else:
+            found = source.limit or data.limit or 0
+            print(f"not checked: the data set {source.path} on the Hub")
+        num_rows += found
     cache.dir.mkdir(parents=True, exist_ok=True)
-    most = num_rows * data.max_length * bytes_per_token
+    most = min(num_rows, data.limit or num_rows) * data.max_length * size
     free = shutil.disk_usage(cache.dir).free
     print(f"checked: disk at {cache.dir}: at most {most / 1e9:.1f} GB of features, {free / 1e9:.1f} GB free")
-
-
-def _is_heldout(row: dict, share: float) -> bool:
-    """By a hash of the prompt: the same whatever the order or size of the data."""
-    return int(digest(prompt_of(row)), 16) / 16**12 < share
 
 
 def describe(config) -> dict:

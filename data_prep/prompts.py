@@ -1,75 +1,174 @@
-"""Rows {id, messages} from a JSONL file or a Hub data set."""
+"""Rows from JSONL, Parquet, Arrow or the Hub, in one form: {id, source, messages, ...} or {id, source, input_ids,
+loss_mask}. What is left out is counted by reason.
+"""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_prep.config import DataConfig
+from data_prep.config import DataConfig, Source
+from data_prep.files import JsonLines, digest, file_digest, json_line, part_path, read_json, write_json
 
-ROLES = ("system", "user", "assistant", "tool")
-
-
-def read_rows(config: DataConfig) -> list[dict]:
-    """All rows, in the order of the source. Raises ValueError that names the row for one that is not a conversation."""
-    path = Path(config.path)
-    if path.suffix in (".jsonl", ".json") or path.exists():
-        if not path.exists():
-            raise ValueError(f"data.path: {path} not found, expected a JSONL file of {{id, messages}}; check the path")
-        source = _jsonl(path)
-    else:
-        source = _hub(config)
-    rows, seen = [], set()
-    for number, row in enumerate(source):
-        if number == config.limit:
-            break
-        _check(row, f"{config.path}, row {number + 1}")
-        row = {**row, "id": str(row.get("id", number))}
-        if row["id"] in seen:
-            raise ValueError(f"{config.path}, row {number + 1}: id {row['id']!r} stands twice, expected unique ids")
-        seen.add(row["id"])
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"data.path: {config.path} has no rows")
-    return rows
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_response": "tool", "observation": "tool"}
 
 
-def prompt_of(row: dict) -> list[dict]:
-    """The messages up to the first answer: what the target is asked."""
+def read_rows(config: DataConfig, report: Counter | None = None) -> Iterator[dict]:
+    """All rows, in the order of the sources. report: gets their counts, and those of dropped ones by reason.
+
+    Raises ValueError that names the row for one that is no conversation, and where no row is left.
+    """
+    report = Counter() if report is None else report
+    ids, prompts, several = set(), set(), len(config.sources) > 1
+    for number, source in enumerate(config.sources):
+        for at, raw in enumerate(_open(source)):
+            if at == source.limit or report["conversations"] == config.limit:
+                break
+            where = f"{source.path}, row {at + 1}"
+            report["conversations read"] += 1
+            row = _normal(raw, where)
+            row["id"] = f"{number}:{row.get('id', at)}" if several else str(row.get("id", at))
+            row["source"] = number
+            if row["id"] in ids:
+                raise ValueError(f"{where}: id {row['id']!r} stands twice, expected unique ids")
+            ids.add(row["id"])
+            prompt = prompt_of(row)
+            if not prompt or (not isinstance(prompt[-1], int) and prompt[-1]["role"] in ("system", "developer")):
+                report["conversations dropped, no user message before the first answer"] += 1
+                continue
+            key = digest([prompt, row.get("tools")])
+            if config.dedup and key in prompts:
+                report["conversations dropped, same prompt as an earlier one"] += 1
+                continue
+            prompts.add(key)
+            report["conversations"] += 1
+            yield row
+    if not report["conversations"]:
+        raise ValueError(f"data.path: {[s.path for s in config.sources]} has no rows that can be used: {dict(report)}")
+
+
+def prompt_of(row: dict) -> list:
+    """The messages up to the first answer: what the target is asked. Of ready ids: those before the first answer."""
+    if "input_ids" in row:
+        return row["input_ids"][: row["loss_mask"].index(1) if 1 in row["loss_mask"] else None]
     messages = row["messages"]
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return messages[:first]
 
 
-def _jsonl(path: Path) -> Iterator[dict]:
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, row {number}: not JSON ({error}), expected one object a line") from None
-
-
-def _hub(config: DataConfig) -> Iterator[dict]:
-    from datasets import load_dataset
+def source_identity(source: Source) -> list:
+    """What names the content of a source: the hash of its files, or the commit of a Hub data set."""
+    path, settings = _local(source), [source.split, source.subset, source.limit]
+    if path.exists():
+        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+        return [*settings, *([str(file.relative_to(path)), file_digest(file)] for file in files)]
+    from huggingface_hub import HfApi
 
     try:
-        yield from load_dataset(config.path, split=config.split, streaming=config.limit is not None)
-    except (OSError, ConnectionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"data.path: {config.path} could not be loaded from the Hub ({reason}); name a local JSONL file"
-        ) from None
+        return [*settings, source.path, HfApi().dataset_info(source.path).sha]
+    except Exception:  # offline: a copy in the hub's cache has its fingerprint
+        return [*settings, source.path, _dataset(source)._fingerprint]
 
 
-def _check(row: dict, where: str) -> None:
+def collect(config: DataConfig, folder: Path) -> tuple[JsonLines, dict]:
+    """All rows in `folder`/rows.jsonl, and the report beside it; done once."""
+    path = folder / "rows.jsonl"
+    if not (folder / "report.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        report, part = Counter(), part_path(path)
+        with part.open("w") as out:
+            for row in read_rows(config, report):
+                out.write(json_line(row))
+        part.rename(path)
+        write_json(folder / "report.json", report)
+    return JsonLines(path), read_json(folder / "report.json")
+
+
+def _local(source: Source) -> Path:
+    """The source's path, which need not exist: it may be a name on the Hub, unless it is spelt as a file."""
+    path = Path(source.path)
+    if not path.exists() and path.suffix in (".jsonl", ".json", ".parquet", ".arrow"):
+        raise ValueError(f"data.path: {path} not found, expected a file of rows {{id, messages}}; check the path")
+    return path
+
+
+def _open(source: Source) -> Iterator[dict]:
+    path = _local(source)
+    if path.suffix in (".jsonl", ".json"):
+        return iter(JsonLines(path))
+    return iter(_dataset(source))
+
+
+def _dataset(source: Source):
+    import datasets
+
+    path = Path(source.path)
+    try:
+        if path.suffix in (".parquet", ".arrow"):
+            kind = path.suffix.removeprefix(".")
+            return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            found = datasets.load_from_disk(str(path))
+            return found[source.split] if isinstance(found, datasets.DatasetDict) else found
+        return datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
+    except (OSError, ConnectionError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"data.path: {source.path} could not be loaded ({reason}); name a local file") from None
+
+
+def _normal(row: dict, where: str) -> dict:
+    """The row with `messages`, or with input_ids and loss_mask. Raises ValueError for what is neither."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: found {str(row)[:80]!r}, expected an object {{id, messages}}")
+    row = _without_none(row)
+    if not row.get("tools"):
+        row.pop("tools", None)
+    if "input_ids" in row:
+        ids, mask = row["input_ids"], row.get("loss_mask")
+        if not isinstance(mask, list) or len(mask) != len(ids) or not set(mask) <= {0, 1}:
+            raise ValueError(f"{where}: input_ids without a loss_mask of 0 and 1 for each; give both")
+        return row
+    if isinstance(row.get("conversations"), list):  # ShareGPT
+        row["messages"] = [
+            {"role": SHAREGPT_ROLES.get(turn.get("from"), turn.get("from")), "content": turn.get("value", "")}
+            if isinstance(turn, dict) and "from" in turn
+            else turn
+            for turn in row.pop("conversations")
+        ]
+    elif "messages" not in row and "prompt" in row:
+        prompt = row.pop("prompt")
+        row["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: found keys {sorted(row)}, expected `messages`: a list of {{role, content}}")
+        raise ValueError(
+            f"{where}: found keys {sorted(row)}, expected `messages` (a list of {{role, content}}), `conversations`,"
+            " `prompt`, or `input_ids` with `loss_mask`"
+        )
     for message in messages:
-        fits = isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
-        if not fits:
+        fits = isinstance(message, dict) and message.get("role") in ROLES
+        if fits and message.get("tool_calls"):
+            message.setdefault("content", "")
+            for call in message["tool_calls"]:
+                _parse_arguments(call.get("function", call), where)
+        elif fits:
+            message.pop("tool_calls", None)  # an empty list: templates ask whether the key is there
+        if not fits or not isinstance(message.get("content"), str):
             raise ValueError(f"{where}: found message {str(message)[:80]!r}, expected a role of {ROLES} and a text")
-    if not prompt_of(row) or prompt_of(row)[-1]["role"] == "system":
-        raise ValueError(f"{where}: no user message before the first answer, expected a prompt")
+    return row
+
+
+def _parse_arguments(function: dict, where: str) -> None:
+    """Turn a call's arguments from a text, as the API spells them, into what templates expect; servers do the same."""
+    if isinstance(text := function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(text or "{}")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: arguments of a tool call are not JSON ({error}): {text[:80]!r}") from None
+
+
+def _without_none(value):
+    """Parquet and Arrow fill the fields that a record lacks with None; templates would print it."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Prepare data: `python data_prep/run.py +model=NAME stage=regenerate|encode|capture [key=value ...]`.
+"""Prepare data: `python data_prep/run.py +model=NAME stage=regenerate|encode|capture|audit [key=value ...]`.
 
 Each stage runs those before it, and does nothing that is done already.
 """
@@ -29,6 +29,7 @@ class Stage(Enum):
     regenerate = "regenerate"
     encode = "encode"
     capture = "capture"
+    audit = "audit"
 
 
 @dataclass
@@ -118,9 +119,16 @@ def main(config: PrepConfig) -> None:
         check(config.model, config.data, config.cache)
         return
     preparation = Preparation(config.model, config.data, config.cache)
+    if config.stage == Stage.audit:
+        preparation.audit()
+        return
     preparation.print_plan()
-    stage = {Stage.regenerate: "answer", Stage.encode: "encode", Stage.capture: "features"}[config.stage]
-    getattr(preparation, stage)()
+    stages = {
+        Stage.regenerate: preparation.answer,
+        Stage.encode: preparation.encode,
+        Stage.capture: preparation.capture,
+    }
+    stages[config.stage]()
 
 
 if __name__ == "__main__":

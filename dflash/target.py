@@ -23,18 +23,23 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def load_target(path: str, *, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False):
-    """The whole target on the default device, frozen, in evaluation mode. Raises what `from_pretrained` raises."""
+def load_target(
+    path: str, *, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False, **options
+):
+    """The whole target, frozen, in evaluation mode; on the default device unless options place it (`device_map`, a
+    quantisation). options: further arguments of `from_pretrained`; raises what it raises."""
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
+        path, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **options
     )
-    return model.to(default_device()).eval().requires_grad_(False)
+    placed = options.keys() & {"device_map", "quantization_config"}
+    return (model if placed else model.to(default_device())).eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def features(target, rows: list[list[int]], taps: list[int]) -> list[torch.Tensor]:
-    """The features [T, F] of each row, in the target's dtype: outputs of the decoder layers `taps`, concatenated.
+def features(target, rows: list[list[int]], taps: list[int], last: bool = False) -> list[tuple[torch.Tensor, ...]]:
+    """(features [T, F],) of each row, in the target's dtype: outputs of the decoder layers `taps`, concatenated; with
+    `last` also the body's output [T, D], behind its final norm.
 
     Runs the body only, without the head. Rows are padded on the right: the target is causal, so no token sees padding.
     """
@@ -42,9 +47,10 @@ def features(target, rows: list[list[int]], taps: list[int]) -> list[torch.Tenso
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
     with tapped(target, taps) as states:
-        target.get_decoder()(input_ids=ids, use_cache=False)
-    states_BTF = torch.cat(states, dim=-1)
-    return [states_TF[: len(row)] for states_TF, row in zip(states_BTF, rows)]
+        output = target.get_decoder()(input_ids=ids, use_cache=False)
+    states = [torch.cat([state.to(device) for state in states], dim=-1)]  # layers may lie on several devices
+    states += [output.last_hidden_state.to(device)] if last else []
+    return [tuple(state[i, : len(row)] for state in states) for i, row in enumerate(rows)]
 
 
 def load_ends(
@@ -139,5 +145,5 @@ def _tensors(path: str, names: tuple[str, ...], revision: str | None) -> dict[st
     found = {}
     for file in sorted(files):
         with safe_open(cached_file(path, file, revision=revision), framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in names if name in tensors.keys()}  # noqa: SIM118
+            found |= {name: tensors.get_tensor(name) for name in names if name in tensors.keys()}
     return found

@@ -18,10 +18,12 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from data_prep.codec import Codec
+from data_prep.encode import EncodedRow
 from data_prep.files import write_json
 from data_prep.prepare import Preparation
 from data_prep.run import load_config
-from data_prep.store import Store, write_shard
+from data_prep.store import CODEC, MANIFEST, SCHEMA, Store, shard_path, write_rows, write_shard
 from dflash.model import DFlashDraftModel
 from dflash.target import load_ends, load_target
 from train.config import RunConfig
@@ -65,20 +67,26 @@ def ends(drafter_config, dtype=torch.float32):
     return load_ends(str(TINY), drafter_config, dtype=dtype)
 
 
-def make_store(path: Path, masks: list[list[int]], num_features=0, heldout=(), seed=0) -> Store:
-    """Rows with the given loss masks and random ids; feature 0 tells the row, feature 1 the position in it."""
+def encoded(masks: list[list[int]], heldout=(), seed=0) -> list[EncodedRow]:
+    """Rows with the given loss masks and random ids."""
     generator = torch.Generator().manual_seed(seed)
-    path.mkdir(parents=True, exist_ok=True)
     ids = [torch.randint(0, 256, (len(mask),), generator=generator).tolist() for mask in masks]
-    features = None
+    keys = [0 if i in heldout else 2**48 - 1 for i in range(len(masks))]
+    return [EncodedRow(f"row-{i}", 0, ids[i], list(masks[i]), keys[i]) for i in range(len(masks))]
+
+
+def make_store(path: Path, masks: list[list[int]], num_features=0, heldout=(), seed=0, shard_tokens=10**9) -> Store:
+    """Such rows as a store; feature 0 tells the row, feature 1 the position in it."""
+    path.mkdir(parents=True, exist_ok=True)
+    rows = encoded(masks, heldout, seed)
+    manifest = write_rows(path, rows, shard_tokens)
     if num_features:
-        features = torch.randn(sum(map(len, masks)), num_features, generator=generator)
+        features = torch.randn(sum(map(len, masks)), num_features, generator=torch.Generator().manual_seed(seed))
         features[:, 0] = torch.tensor([float(row) for row, mask in enumerate(masks) for _ in mask])
         features[:, 1] = torch.tensor([float(at) for mask in masks for at in range(len(mask))])
-    write_shard(path / "shard-00000.safetensors", ids, masks, features)
-    write_json(path / "row_ids.json", [f"row-{i}" for i in range(len(masks))])
-    manifest = {"first_rows": [0, len(masks)], "heldout": list(heldout), "longest": max(map(len, masks))}
-    write_json(path / "manifest.json", {**manifest, "recipe": {"seed": seed}})
+        write_shard(shard_path(path, 0), 0, [row.ids for row in rows], masks, features)
+        Codec(torch.float32).save(path / CODEC)
+    write_json(path / MANIFEST, {**manifest, "schema": SCHEMA, "recipe": {"seed": seed}, "report": {}})
     return Store(path)
 
 

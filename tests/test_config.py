@@ -61,7 +61,7 @@ def test_a_missing_or_unknown_model_lists_all(overrides):
         ("engine.zero_stage=3", ["engine.zero_stage", "3", "0, 1 or 2"]),
         ("engine.dtype=float16", ["engine.dtype", "float16", "bfloat16"]),
         ("stage=trian", ["stage", "trian", "train", "evaluate", "export"]),
-        ("cache.mode=ofline", ["cache.mode", "ofline", "offline"]),
+        ("cache.mode=ofline", ["cache.mode", "ofline", "offline", "online"]),
         ("cache.dtype=float8", ["cache.dtype", "float8", "bfloat16"]),
         ("data.dtype=half16", ["data.dtype", "half16", "float32"]),
         ("data.heldout=1.5", ["data.heldout", "1.5"]),
@@ -106,7 +106,7 @@ def test_a_mask_token_that_stands_in_the_data_is_refused(tmp_path):
     rows = [{"id": i, "messages": [{"role": "user", "content": f"hi {i}"}, answer]} for i in range(30)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     prep = prepared(tmp_path, f"data.path={path}", "data.answers=data", f"model.mask_token_id={ord('y')}")
-    with pytest.raises(ValueError, match=r"^model\.mask_token_id: 121 stands in row"):
+    with pytest.raises(ValueError, match=r"^model\.mask_token_id: 121 stands in the data"):
         prep.encode()
 
 
@@ -126,7 +126,7 @@ USER = '"messages": [{"role": "user", "content": "hi"}]'
         ('{"messages": ["hi"]}', ["row 1"]),
         ('{"messages": [{"role": "user", "content": null}]}', ["row 1", "text"]),
         ('{"messages": [{"role": "wizard", "content": "hi"}]}', ["row 1", "wizard", "assistant"]),
-        ('{"messages": [{"role": "assistant", "content": "hi"}]}', ["row 1", "user"]),
+        ('{"messages": [{"role": "assistant", "content": "hi"}]}', ["no rows", "no user message", "1"]),
     ],
 )
 def test_a_bad_row_is_refused_by_number(tmp_path, lines, words):
@@ -134,7 +134,7 @@ def test_a_bad_row_is_refused_by_number(tmp_path, lines, words):
     if lines is not None:
         path.write_text(lines)
     with pytest.raises(ValueError) as error:
-        read_rows(helpers.config(tmp_path, f"data.path={path}").data)
+        list(read_rows(helpers.config(tmp_path, f"data.path={path}").data))
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
 
 
@@ -161,7 +161,7 @@ def test_a_bin_smaller_than_the_longest_row_is_refused(tmp_path):
     store = helpers.make_store(tmp_path / "store", [[0] * 5 + [1] * 20, [0] * 9 + [1] * 51], heldout=[0])
     config = helpers.config(tmp_path, "batch.bin_tokens=59")
     with pytest.raises(ValueError, match=r"^batch\.bin_tokens: found 59, expected at least 60"):
-        Steps(Store(store.folder), split_rows(store)[0], config.model, config.batch, seed=0)
+        Steps(Store(store.folder), split_rows(store, 0.1)[0], config.model, config.batch, seed=0)
 
 
 @pytest.mark.parametrize("flag", ["--local_rank=0", "--local-rank=1"])

@@ -30,7 +30,7 @@ def loaders(store, world=1, budgets=BUDGETS[0], seed=3, rows_per_step=3):
         store.folder, f"batch.rows_per_step={rows_per_step}", f"batch.anchors_per_row={PER_ROW}",
         f"batch.bin_tokens={tokens}", f"batch.bin_anchors={anchors}",
     )  # fmt: skip
-    rows, _ = split_rows(store)
+    rows, _ = split_rows(store, 0.1)
     return [Steps(store, rows, config.model, config.batch, seed, rank, world) for rank in range(world)]
 
 
@@ -149,7 +149,7 @@ def test_the_loader_is_a_function_of_the_step(store):
 
 
 def test_heldout_rows_are_never_trained_on(store):
-    rows, heldout = split_rows(store)
+    rows, heldout = split_rows(store, 0.1)
     assert heldout == [1] and rows == [0, 2, 3, 4, 5, 6, 7, 8]
     (loader,) = loaders(store)
     assert all(1 not in loader[number].rows for number in range(9))

@@ -3,6 +3,7 @@ expected row is spelt as text with its supervised stretches in brackets: `⟦...
 """
 
 import re
+from collections import Counter
 
 import pytest
 from run_helpers import END, MASK, TINY, tokenizer
@@ -157,10 +158,11 @@ def test_a_question_that_equals_the_answer_is_not_supervised():
 def test_cut_rows_are_counted_and_printed(capsys):
     rows = [{**chat("hi", "yes" * n), "id": f"r{n}"} for n in (1, 10, 20)]
     prompt = len(ids("<|bos|><|user|>hi<|end|>\n<|assistant|>"))
-    encoded, report = encode_rows(rows, tokenizer(NEWLINE), {END}, config(max_length=prompt + 12))
+    report = Counter()
+    encoded = list(encode_rows(rows, tokenizer(NEWLINE), {END}, config(max_length=prompt + 12), report))
     assert [len(row.ids) for row in encoded] == [prompt + 4, prompt + 12, prompt + 12]
     assert [sum(row.loss_mask) for row in encoded] == [4, 12, 12] and END not in encoded[1].ids[prompt:]
-    assert report["rows cut at data.max_length"] == 2 and report["rows kept"] == report["conversations"] == 3
+    assert report["rows cut at data.max_length"] == 2 and report["rows kept"] == report["rows"] == 3
     assert report["tokens"] == 3 * prompt + 28 and report["supervised tokens"] == 28
     (line,) = capsys.readouterr().out.splitlines()
     assert "data.max_length" in line and "r20" in line and f"{prompt + 61} tokens" in line and "2 rows" in line
@@ -168,7 +170,8 @@ def test_cut_rows_are_counted_and_printed(capsys):
 
 def test_rows_cut_before_their_answer_are_dropped_and_counted():
     rows = [{**chat("hi", "yes"), "id": "short"}, {**chat("h" * 90, "yes"), "id": "long"}]
-    encoded, report = encode_rows(rows, tokenizer(NEWLINE), {END}, config(max_length=40))
+    report = Counter()
+    encoded = list(encode_rows(rows, tokenizer(NEWLINE), {END}, config(max_length=40), report))
     assert [row.id for row in encoded] == ["short"]
     assert [value for name, value in report.items() if "dropped" in name] == [1]
 
@@ -176,7 +179,7 @@ def test_rows_cut_before_their_answer_are_dropped_and_counted():
 @pytest.mark.parametrize("rows", [[chat("hi")], [chat("h" * 600, "yes")]])
 def test_nothing_supervised_is_an_error(rows):
     with pytest.raises(ValueError, match=r"^data\.path: 0 of \d+ tokens are supervised"):
-        encode_rows(rows, tokenizer(NEWLINE), {END}, config())
+        list(encode_rows(rows, tokenizer(NEWLINE), {END}, config(), Counter()))
 
 
 def test_the_mask_token_is_no_text():

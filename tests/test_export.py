@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 import train.export as module
 from data_prep.prompts import read_rows
-from data_prep.regenerate import render_prompt
+from data_prep.regenerate import render
 from dflash.config import drafter_config
 from dflash.generate import generate
 from dflash.model import DFlashDraftModel
@@ -82,7 +82,7 @@ def expected_names(depth):
 def test_tensors_are_those_of_the_format(exported, drafter):
     with safe_open(exported / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     assert sorted(tensors) == expected_names(depth=1)
     assert not any("embed" in name or "lm_head" in name for name in tensors)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -118,8 +118,8 @@ def expected(drafter):
     """[tokens, accepted per verification] of every prompt and way, in this process."""
     rounded = copy.deepcopy(drafter).bfloat16().float()
     prepared, out = helpers.tiny_run()[2], []
-    rows = read_rows(prepared.data)[5:8]
-    prompts = [render_prompt(prepared.tokenizer, row["messages"], prepared.data) for row in rows]
+    rows = list(read_rows(prepared.data))[5:8]
+    prompts = [render(prepared.tokenizer, row["messages"], prepared.data) for row in rows]
     for ids in prompts:
         for way in WAYS:
             seeded = torch.Generator().manual_seed(1)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.regenerate import render_prompt
+from data_prep.regenerate import render
 from dflash.generate import generate
 from train.config import EngineConfig, OptimConfig
 from train.data import Step
@@ -67,12 +67,12 @@ def test_heldout_tau_equals_tau_of_serving(trained):
     config, store, prepared = helpers.tiny_run()
     rows = [i for i in range(len(store)) if i % 4 == 0]
     measured = heldout_measures(trained, helpers.ends(trained.config), store, rows, config)
-    prompts = {row["id"]: row["messages"] for row in prepared.rows}
+    prompts = {row["id"]: row["messages"] for row in prepared.rows[0]}
     accepted = []
     for i in rows:
         row = store.row(i)
         answer = row.ids_T[row.loss_mask_T].tolist()
-        ids = torch.tensor([render_prompt(prepared.tokenizer, prompts[row.id], config.data)])
+        ids = torch.tensor([render(prepared.tokenizer, prompts[row.id], config.data)])
         served = generate(helpers.target(), ids, len(answer), trained, stop_token_ids=prepared.stops)
         assert served.tokens == answer
         accepted += served.accepted

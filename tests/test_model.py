@@ -176,14 +176,14 @@ def test_features_are_hf_hidden_states(kind):
     rows = [row[0].tolist() for row in random_rows([12, 5, 9], 1)]
     taps = list(range(5))
     padded = features(target, rows, taps)
-    for row, together in zip(rows, padded):
+    for row, (together,) in zip(rows, padded):
         states = target(torch.tensor([row]), output_hidden_states=True).hidden_states
         expected = torch.cat([states[i + 1][0] for i in taps], dim=-1)
-        alone = features(target, [row], taps)[0]
+        (alone,) = features(target, [row], taps)[0]
         assert alone.shape == together.shape == (len(row), 5 * 48)
         assert torch.equal(alone, expected)
         assert (together - expected).abs().max() < 1e-4
-    some = features(target, rows[:1], [1, 4])[0]
+    (some,) = features(target, rows[:1], [1, 4])[0]
     states = target(torch.tensor(rows[:1]), output_hidden_states=True).hidden_states
     assert torch.equal(some, torch.cat((states[2][0], states[5][0]), dim=-1))
 

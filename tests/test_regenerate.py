@@ -14,27 +14,26 @@ import torch
 from data_prep import regenerate as module
 from data_prep.config import DataConfig
 from data_prep.prompts import prompt_of, read_rows
-from data_prep.regenerate import regenerate
 
 NEW = 34
 PART = "answers.part.jsonl"
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def read(lines):
+    return [json.loads(line) for line in getattr(lines, "path", lines).read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return read_rows(DataConfig(path=str(helpers.PROMPTS), limit=20))
+    return list(read_rows(DataConfig(path=str(helpers.PROMPTS), limit=20)))
 
 
 def config(**changes):
     return DataConfig(**{"path": "unused", "max_new_tokens": NEW, "batch_size": 6, **changes})
 
 
-def load():
-    return helpers.target(), helpers.tokenizer()
+def regenerate(rows, config, load, name, folder):
+    return module.regenerate(rows, config, helpers.tokenizer(), {helpers.END}, load, name, folder)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def expected(rows):
 
 
 def test_batched_answers_equal_single_ones(rows, expected, tmp_path):
-    answered = read(regenerate(rows, config(), load, "tiny", tmp_path))
+    answered = read(regenerate(rows, config(), helpers.target, "tiny", tmp_path))
     assert [row["id"] for row in answered] == [row["id"] for row in rows]
     for row, asked in zip(answered, rows):
         assert row["answer_ids"] == expected[row["id"]] and row["num_tokens"] == len(row["answer_ids"])
@@ -72,7 +71,7 @@ def test_batched_answers_equal_single_ones(rows, expected, tmp_path):
 def test_the_datas_own_answers_and_later_turns_are_not_used(rows, expected, tmp_path):
     talk = [{"role": "assistant", "content": "old"}, {"role": "user", "content": "again"}]
     longer = [{**row, "messages": row["messages"] + talk} for row in rows[:3]]
-    answered = read(regenerate(longer, config(), load, "tiny", tmp_path))
+    answered = read(regenerate(longer, config(), helpers.target, "tiny", tmp_path))
     assert [row["answer_ids"] for row in answered] == [expected[row["id"]] for row in rows[:3]]
     assert all(len(row["messages"]) == 2 for row in answered)
 
@@ -94,17 +93,17 @@ class Dying:
 
 @pytest.mark.parametrize("half_a_line", ["", '{"id": "py-020", "mess'])
 def test_an_interrupted_run_goes_on_and_answers_nothing_twice(rows, tmp_path, half_a_line):
-    whole = regenerate(rows, config(), load, "tiny", tmp_path / "whole").read_text()
+    whole = read(regenerate(rows, config(), helpers.target, "tiny", tmp_path / "whole"))
     folder, first, second = tmp_path / "answers", Dying(dies_in=2), Dying()
     with pytest.raises(RuntimeError, match="out of memory"):
-        regenerate(rows, config(), lambda: (first, helpers.tokenizer()), "tiny", folder)
+        regenerate(rows, config(), lambda: first, "tiny", folder)
     assert len(read(folder / PART)) == 6 and not (folder / "answers.jsonl").exists()
     with (folder / PART).open("a") as part:
         part.write(half_a_line)
-    path = regenerate(rows, config(), lambda: (second, helpers.tokenizer()), "tiny", folder)
-    assert path.read_text() == whole
+    answered = regenerate(rows, config(), lambda: second, "tiny", folder)
+    assert read(answered) == whole
     assert len(first.seen) == 6 and len(second.seen) == 14 and len({*first.seen, *second.seen}) == 20
-    assert regenerate(rows, config(), lambda: pytest.fail("answered again"), "tiny", folder) == path
+    assert regenerate(rows, config(), lambda: pytest.fail("answered again"), "tiny", folder).path == answered.path
 
 
 class Server:
@@ -172,10 +171,10 @@ def test_servers_answer_and_a_failed_request_is_asked_again(rows, tmp_path, no_w
 def test_a_server_that_stays_broken_ends_in_one_line(rows, tmp_path, no_waiting):
     """ValueError and OSError are what the command line turns into one line; what was answered stays."""
     with Server(plan=[500] * 10**4) as broken, pytest.raises((ValueError, OSError)) as error:
-        regenerate(rows, config(server=[broken.url]), load, "m", tmp_path)
+        regenerate(rows, config(server=[broken.url]), helpers.target, "m", tmp_path)
     assert "data.server" in str(error.value) and "\n" not in str(error.value)
     with Server() as sound:
-        answered = read(regenerate(rows, config(server=[sound.url]), load, "m", tmp_path))
+        answered = read(regenerate(rows, config(server=[sound.url]), helpers.target, "m", tmp_path))
     assert len(answered) == 20
 
 

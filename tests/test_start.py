@@ -33,7 +33,7 @@ def test_context_keys_and_values_are_the_targets(kind, tmp_path):
     target.save_pretrained(tmp_path)
     drafter = tiny_drafter(target, taps=(0, 1, 3), num_layers=2)  # 6 layers: 4 and 5 are copied, tap 3 feeds layer 4
     ids = torch.randint(2, 80, (12,), generator=torch.Generator().manual_seed(0)).tolist()
-    (states_TF,) = features(target, [ids], drafter.taps)
+    ((states_TF,),) = features(target, [ids], drafter.taps)
     with torch.no_grad():
         drafter.fc.weight.zero_()  # without the random part, the context is the highest tap
     start_from_target(drafter, str(tmp_path), states_TF)

@@ -45,7 +45,7 @@ def drafter(target, prompts):
     for prompt in prompts:
         answer = greedy(target, prompt, NEW)
         mask = torch.tensor([False] * len(prompt) + [True] * len(answer))
-        rows.append((torch.tensor(prompt + answer), mask, features(target, [prompt + answer], drafter.taps)[0]))
+        rows.append((torch.tensor(prompt + answer), mask, features(target, [prompt + answer], drafter.taps)[0][0]))
     batch = pack(rows, [eligible(mask)[::3] for _, mask, _ in rows], S, GAMMA, mask_token_id=260)
     ends, total = TargetEnds.of(target, drafter.config), batch.blocks.weight_AS.sum()
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)

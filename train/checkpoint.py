@@ -2,6 +2,7 @@
 
     step-000500/state.safetensors      fp32 weights and AdamW's moments, by parameter name
     step-000500/config.json            the drafter's
+    step-000500/codec.safetensors      where the features were packed by a low-rank map, which `fc` reads through
     step-000500/trainer.json           step, best held-out tau, the run's resolved config; written last: the mark of a
                                        complete checkpoint
 
@@ -16,12 +17,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
+from data_prep.codec import Codec
 from data_prep.files import read_json, write_json
+from data_prep.store import CODEC
 from dflash.model import DFlashDraftModel
 from train.engine import MOMENTS
 
 
-def save(folder: Path, state: dict[str, torch.Tensor], drafter_config: Qwen3Config, trainer: dict) -> Path:
+def save(
+    folder: Path, state: dict[str, torch.Tensor], drafter_config: Qwen3Config, trainer: dict, codec: Codec
+) -> Path:
     """Write the checkpoint of `trainer["step"]`; returns its path."""
     path = folder / f"step-{trainer['step']:06d}"
     part = path.with_name(f"{path.name}.part")
@@ -29,6 +34,8 @@ def save(folder: Path, state: dict[str, torch.Tensor], drafter_config: Qwen3Conf
     part.mkdir(parents=True)
     save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, part / "state.safetensors")
     drafter_config.save_pretrained(part)
+    if codec.rank is not None:
+        codec.save(part / CODEC)
     with (part / "state.safetensors").open("rb") as written:
         os.fsync(written.fileno())
     write_json(part / "trainer.json", trainer)
@@ -67,9 +74,11 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 def load_drafter(path: Path, dtype: torch.dtype = torch.float32) -> DFlashDraftModel:
-    """The drafter of a checkpoint, without optimiser state."""
+    """The drafter of a checkpoint, without optimiser state, its `fc` on the target's own features."""
     tensors, _ = load(path)
     drafter = DFlashDraftModel(Qwen3Config.from_pretrained(path))
     weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(MOMENTS)}
+    if (path / CODEC).exists():
+        weights["fc.weight"] = Codec.load(path / CODEC).fold(weights["fc.weight"])
     drafter.load_state_dict(weights, strict=True)
     return drafter.to(dtype).eval()

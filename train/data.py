@@ -33,10 +33,10 @@ class Step:
     num_tokens: int  # context tokens of all ranks
 
 
-def split_rows(store: Store) -> tuple[list[int], list[int]]:
-    """Indices of the rows to train on and of the held-out ones."""
-    heldout = set(store.manifest["heldout"])
-    return [i for i in range(len(store)) if i not in heldout], sorted(heldout)
+def split_rows(store: Store, heldout: float) -> tuple[list[int], list[int]]:
+    """Indices of the rows to train on and of the held-out ones; heldout: their share of all prompts."""
+    held = store.heldout(heldout)
+    return (~held).nonzero()[:, 0].tolist(), held.nonzero()[:, 0].tolist()
 
 
 def step_rows(rows: list[int], step: int, rows_per_step: int, seed: int) -> tuple[int, list[int]]:

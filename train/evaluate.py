@@ -13,7 +13,7 @@ import torch
 
 from data_prep.files import read_json, write_json
 from data_prep.prepare import Preparation, describe
-from data_prep.regenerate import render_prompt
+from data_prep.regenerate import render
 from data_prep.store import Store
 from dflash.blocks import eligible_anchors
 from dflash.generate import Generation, generate
@@ -240,7 +240,7 @@ def evaluation_prompts(config: RunConfig, preparation: Preparation) -> dict[str,
         rows = load_set(name, config.evaluate.prompts, config.cache.dir / "sets")
         if Path(name).stem in sets:
             raise ValueError(f"evaluate.sets: found two sets named {Path(name).stem}, expected different names")
-        prompts = [(row["id"], render_prompt(preparation.tokenizer, row["messages"], config.data)) for row in rows]
+        prompts = [(row["id"], render(preparation.tokenizer, row["messages"], config.data)) for row in rows]
         sets[Path(name).stem] = prompts
     return sets
 

@@ -3,6 +3,7 @@
 stage=all (default) prepares what is missing, trains, evaluates and exports; train, evaluate and export run alone.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -64,36 +65,43 @@ def train(config: RunConfig) -> None:
     import torch
     import torch.distributed as dist
 
+    from data_prep.config import CacheMode
     from data_prep.prepare import Preparation
-    from data_prep.store import Store
+    from data_prep.store import Online, Store
     from dflash.config import Init
     from dflash.model import DFlashDraftModel
     from dflash.target import default_device, load_ends, start_from_target
     from train.config import EngineKind
     from train.engine import start_process_group
-    from train.trainer import fit, start_at_uniform
+    from train.trainer import fit, read_through, start_at_uniform
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     device = default_device()
     start_process_group(device, config.engine.kind == EngineKind.deepspeed)
     preparation = Preparation(config.model, config.data, config.cache)
-    store = Store(preparation.features_folder)
-    torch.manual_seed(config.seed)
-    drafter = DFlashDraftModel(preparation.drafter)
-    ends = load_ends(
-        preparation.target,
-        preparation.drafter,
-        dtype=getattr(torch, config.engine.dtype),
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    if config.model.init == Init.target:
-        sample_TF = torch.cat([store.row(i).features_TF for i in range(min(len(store), 8))])
-        start_from_target(drafter, preparation.target, sample_TF, config.model.revision)
-    else:
-        start_at_uniform(drafter, ends)
-    fit(config, store, drafter, ends, device, preparation.provenance(store))
+    with contextlib.ExitStack() as stack:
+        if config.cache.mode == CacheMode.online:
+            store = Online(preparation.rows_folder, stack.enter_context(preparation.running_target()))
+        else:
+            store = Store(preparation.features_folder)
+        torch.manual_seed(config.seed)
+        drafter = DFlashDraftModel(preparation.drafter)
+        ends = load_ends(
+            preparation.target,
+            preparation.drafter,
+            dtype=getattr(torch, config.engine.dtype),
+            revision=config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        if config.model.init == Init.target:
+            sample = [store.row(i).features_TF.float().cpu() for i in range(min(len(store), 8))]
+            sample_TF = store.codec.lift(torch.cat(sample))
+            start_from_target(drafter, preparation.target, sample_TF, config.model.revision)
+        else:
+            start_at_uniform(drafter, ends)
+        read_through(drafter, store.codec)
+        fit(config, store, drafter, ends, device, preparation.provenance(store))
     if dist.is_initialized():
         dist.destroy_process_group()
 

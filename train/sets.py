@@ -31,7 +31,7 @@ def _row(name: str, number: int, prompt: str) -> dict:
 
 def _arithmetic(cache_dir: Path) -> list[dict]:
     """The project's own word problems, from templates that no training prompt uses."""
-    return read_rows(DataConfig(path=str(ROOT / "data_prep/demo/heldout_arithmetic.jsonl")))
+    return list(read_rows(DataConfig(path=str(ROOT / "data_prep/demo/heldout_arithmetic.jsonl"))))
 
 
 def _humaneval(cache_dir: Path) -> list[dict]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from data_prep.codec import Codec
 from data_prep.prepare import describe
 from data_prep.store import Store
 from dflash.model import DFlashDraftModel, TargetEnds
@@ -44,6 +45,16 @@ def start_at_uniform(drafter: DFlashDraftModel, ends: TargetEnds) -> None:
     """
     spread = float(ends.head_VD.float().square().mean().sqrt()) * drafter.config.hidden_size**0.5 * ends.logit_scale
     drafter.norm.weight.fill_(1 / spread)
+
+
+@torch.no_grad()
+def read_through(drafter: DFlashDraftModel, codec: Codec) -> None:
+    """Let `fc` read what a low-rank codec gives, so that it starts as it would on the features; a checkpoint's is folded
+    back when it is loaded."""
+    if codec.rank is not None:
+        weight_DR = codec.unfold(drafter.fc.weight)
+        drafter.fc = torch.nn.Linear(codec.rank, len(weight_DR), bias=False)
+        drafter.fc.weight.copy_(weight_DR)
 
 
 def learning_rate(step: int, total: int, optim: OptimConfig) -> float:
@@ -85,7 +96,7 @@ def fit(
     training: what a checkpoint and an export say of where they come from.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    rows, heldout = split_rows(store)
+    rows, heldout = split_rows(store, config.data.heldout)
     steps = Steps(store, rows, config.model, config.batch, config.seed, rank, world)
     total = config.optim.steps or config.optim.epochs * steps_per_epoch(len(rows), config.batch.rows_per_step)
     engine = make_engine(drafter, config.optim, config.engine, device)
@@ -119,7 +130,7 @@ def fit(
                 state = engine.state()
                 if rank == 0:
                     trainer = {"step": step, "tau": tau, "config": describe(config), "training": training}
-                    checkpoint.save(folder, state, drafter.config, trainer)
+                    checkpoint.save(folder, state, drafter.config, trainer, store.codec)
                     checkpoint.prune(folder, config.keep)
 
 

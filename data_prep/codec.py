@@ -1,0 +1,123 @@
+"""Codecs: what of a token's features is stored.
+
+bf16      the features themselves, in the dtype of the capture
+int8      each channel divided by a fixed scale and rounded
+lowrank   a fixed linear map to R directions, then int8
+
+The low-rank map is z = P' x for features x [F], with P [F, R] fitted once on a sample of the same target: channels are
+divided by their root mean square (so that a few huge channels do not eat the rank), and the leading eigenvectors of the
+second moments are kept. It is linear and uncentred, as `fc`, which reads the features, has no bias: a drafter that was
+trained on z with weights W is the drafter with `fc` = W P' on x (`fold`), and no engine needs to know.
+
+Shapes: T tokens, F features, R what training reads (F, or the rank), D hidden.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from data_prep.config import CacheConfig, CodecKind
+from data_prep.files import flush, part_path
+
+CLIP = 16.0  # root mean squares at which a channel saturates, unless its largest value in the sample is below
+
+
+class Codec:
+    """scale_R fp32: of int8 values; None stores floats. map_FR fp32: P; None keeps all. lift_FR: x is about lift z."""
+
+    def __init__(self, dtype: torch.dtype, scale_R=None, map_FR=None, lift_FR=None, error: float = 0.0):
+        self.dtype, self.scale_R, self.map_FR, self.lift_FR, self.error = dtype, scale_R, map_FR, lift_FR, error
+
+    @property
+    def rank(self) -> int | None:
+        """Numbers a token that training reads; None: the features themselves."""
+        return None if self.map_FR is None else self.map_FR.shape[1]
+
+    def encode(self, features_TF: torch.Tensor) -> torch.Tensor:
+        """Features [T, F] to what is stored [T, R]: int8, or the codec's dtype."""
+        if self.scale_R is None:
+            return features_TF.to(self.dtype)
+        x = features_TF.float() if self.map_FR is None else features_TF.float() @ self.map_FR
+        return (x / self.scale_R).round().clamp(-127, 127).to(torch.int8)
+
+    def decode(self, stored_TR: torch.Tensor) -> torch.Tensor:
+        """What training reads [T, R], in the codec's dtype."""
+        return stored_TR if self.scale_R is None else (stored_TR * self.scale_R).to(self.dtype)
+
+    def lift(self, decoded_TR: torch.Tensor) -> torch.Tensor:
+        """About the features [T, F] that were packed."""
+        return decoded_TR if self.lift_FR is None else decoded_TR @ self.lift_FR.T.to(decoded_TR)
+
+    def fold(self, weight_DR: torch.Tensor) -> torch.Tensor:
+        """`fc` on features [D, F] of an `fc` that was trained on what this codec gives [D, R]."""
+        return weight_DR if self.map_FR is None else weight_DR @ self.map_FR.T.to(weight_DR)
+
+    def unfold(self, weight_DF: torch.Tensor) -> torch.Tensor:
+        """`fc` [D, R] that is nearest to one on features [D, F]."""
+        return weight_DF if self.map_FR is None else weight_DF @ self.lift_FR.to(weight_DF)
+
+    def save(self, path: Path) -> None:
+        """Write the codec, unless another worker was first."""
+        tensors = {"scale": self.scale_R, "map": self.map_FR, "lift": self.lift_FR}
+        meta = {"dtype": str(self.dtype).removeprefix("torch."), "error": self.error}
+        part = part_path(path)
+        save_file({k: v.contiguous() for k, v in tensors.items() if v is not None}, part, {"meta": json.dumps(meta)})
+        flush(part)
+        try:
+            path.hardlink_to(part)  # unlike a rename, it fails where the name is taken
+        except FileExistsError:
+            pass
+        finally:
+            part.unlink()
+
+    @staticmethod
+    def load(path: Path) -> "Codec":
+        with safe_open(path, framework="pt") as file:
+            meta = json.loads(file.metadata()["meta"])
+            read = lambda name: file.get_tensor(name) if name in file.keys() else None  # noqa: E731
+            scale, map_FR, lift = read("scale"), read("map"), read("lift")
+        return Codec(getattr(torch, meta["dtype"]), scale, map_FR, lift, meta["error"])
+
+
+@torch.no_grad()
+def fit_codec(config: CacheConfig, sample_TF: torch.Tensor) -> Codec:
+    """The configured codec, fitted on features of a sample of tokens; `error` is the share of their energy, channels
+    brought to one size, that is lost."""
+    dtype = getattr(torch, config.dtype)
+    if config.codec == CodecKind.bf16:
+        return Codec(dtype)
+    x = sample_TF.double()
+    size_F = x.square().mean(dim=0).sqrt().clamp(min=1e-12)
+    map_FR = lift_FR = None
+    if config.codec == CodecKind.lowrank:
+        rank = rank_of(config, x.shape[1])
+        moments_FF = (x / size_F).T @ (x / size_F) / len(x)
+        directions_FR = torch.linalg.eigh(moments_FF).eigenvectors[:, -rank:].flip(1)
+        # An eigenvector's sign is arbitrary; its largest entry is made positive.
+        directions_FR *= directions_FR.gather(0, directions_FR.abs().argmax(dim=0, keepdim=True)).sign()
+        map_FR, lift_FR = directions_FR / size_F[:, None], directions_FR * size_F[:, None]
+    z = x if map_FR is None else x @ map_FR
+    scale_R = torch.minimum(z.abs().amax(dim=0), CLIP * z.square().mean(dim=0).sqrt()).clamp(min=1e-12) / 127
+    codec = Codec(dtype, *(None if t is None else t.float() for t in (scale_R, map_FR, lift_FR)))
+    back = codec.encode(sample_TF) * codec.scale_R.double()
+    back = back if lift_FR is None else back @ lift_FR.T
+    codec.error = float(((back - x) / size_F).square().mean() / (x / size_F).square().mean())
+    return codec
+
+
+def rank_of(config: CacheConfig, num_features: int) -> int:
+    """Directions that the low-rank codec keeps. Raises ValueError for more than there are features."""
+    rank = config.rank or num_features // 10
+    if rank > num_features:
+        raise ValueError(f"cache.rank: found {rank}, expected at most {num_features}, the number of features")
+    return rank
+
+
+def bytes_per_token(config: CacheConfig, num_features: int) -> int:
+    """Stored bytes of a token's features."""
+    if config.codec == CodecKind.bf16:
+        return num_features * getattr(torch, config.dtype).itemsize
+    return num_features if config.codec == CodecKind.int8 else rank_of(config, num_features)
