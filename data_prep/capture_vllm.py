@@ -32,7 +32,7 @@ OURS = ("model", "dtype", "max_model_len", "speculative_config", "kv_transfer_co
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",  # its processes meet on the loopback
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # a forked worker would hold our stdout open when its parent dies
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would hold our stdout open when its parent dies
 }
 
 
@@ -54,7 +54,7 @@ class VllmFeatures:
             with self.log.open("w") as log:
                 self.process = subprocess.Popen(
                     [python, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                    env={"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **ENVIRONMENT}, start_new_session=True,
+                    env=os.environ | ENVIRONMENT, start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
             raise OSError(
@@ -123,10 +123,9 @@ class VllmFeatures:
 
 
 def last_error(log: str) -> str:
-    """The last line of a log that names an error and does not point at another one, or else the last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\w+(Error|Exception): ", line) and "root cause" not in line]
-    return [*(lines or ["it wrote nothing"]), *errors][-1]
+    """The last error that a log names and that does not point at another one, in one line, or else its last line."""
+    errors = re.findall(r"^.*\w(?:Error|Exception): (?!.*root cause).*(?:\n[ \t]+\S.*)?", log, re.MULTILINE)
+    return " ".join((errors or log.splitlines() or ["it wrote nothing"])[-1].split())
 
 
 def __getattr__(name: str):
@@ -161,8 +160,10 @@ def serve(requests, answers) -> None:
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": first["folder"]},
     }
+    settings = {"enforce_eager": True, **first["settings"]}  # nothing is decoded: graphs would only cost their start
     if current_platform.is_cpu():
         connector |= {"kv_connector": "CpuConnector", "kv_connector_module_path": "data_prep.capture_vllm"}
+        settings = {"kv_cache_memory_bytes": 2**30, **settings}  # it would take most of the memory
     drafter = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in first["taps"]]}}
     model = LLM(
         kv_transfer_config=connector,
@@ -170,7 +171,7 @@ def serve(requests, answers) -> None:
             "method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": drafter,
         },
         **WHOLE_ROWS,
-        **{"enforce_eager": True, "skip_tokenizer_init": True, **first["settings"]},
+        **settings,
     )  # fmt: skip
     print(json.dumps({"ready": True}), file=answers, flush=True)
     sampling = SamplingParams(max_tokens=1, detokenize=False)

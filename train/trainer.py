@@ -49,8 +49,7 @@ def start_at_uniform(drafter: DFlashDraftModel, ends: TargetEnds) -> None:
 
 @torch.no_grad()
 def read_through(drafter: DFlashDraftModel, codec: Codec) -> None:
-    """Let `fc` read what a low-rank codec gives, so that it starts as it would on the features; a checkpoint's is folded
-    back when it is loaded."""
+    """Let `fc` read what a low-rank codec gives, starting as it would on the features. Loading a checkpoint folds it."""
     if codec.rank is not None:
         weight_DR = codec.unfold(drafter.fc.weight)
         drafter.fc = torch.nn.Linear(codec.rank, len(weight_DR), bias=False)
