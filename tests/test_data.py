@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data import Steps, pack, split_rows, step_rows, steps_per_epoch
+from train.data import Steps, epoch_order, pack, split_rows
 
 GAMMA, SLOTS, PER_ROW = 4.0, 8, 12
 BUDGETS = [(400, 200), (128, 12), (111, 30)]  # of tokens and anchors
@@ -69,7 +69,8 @@ def expected_slots(store, anchors):
 @pytest.mark.parametrize("budgets", BUDGETS)
 def test_a_step_is_the_same_for_every_number_of_ranks_and_every_budget(store, world, budgets):
     (single,), ranks = loaders(store), loaders(store, world, budgets)
-    for number in range(2 * steps_per_epoch(8, 3)):
+    assert single.per_epoch() == 3
+    for number in range(2 * 3):
         whole, parts = single[number], [loader[number] for loader in ranks]
         assert sum((slots(part) for part in parts), Counter()) == slots(whole)
         assert len({len(part.batches) for part in parts}) == 1 and len(parts[0].batches) > 0
@@ -109,16 +110,32 @@ def test_ranks_read_the_features_of_their_own_bins(store):
                 assert torch.equal(batch.features_TF[batch.features_TF[:, 0] == row], full[row])
 
 
-@given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 50), st.integers(0, 3))
+@given(st.integers(1, 30), st.integers(0, 50), st.integers(0, 3))
 @settings(max_examples=40, deadline=None)
-def test_every_row_exactly_once_an_epoch(num_rows, rows_per_step, seed, epoch):
+def test_every_row_exactly_once_an_epoch(num_rows, seed, epoch):
     rows = [7 * i + 2 for i in range(num_rows)]
-    steps = steps_per_epoch(num_rows, rows_per_step)
-    assert steps == math.ceil(num_rows / rows_per_step)
-    drawn = [step_rows(rows, epoch * steps + i, rows_per_step, seed) for i in range(steps)]
-    assert {found for found, _ in drawn} == {epoch}
-    assert sorted(row for _, some in drawn for row in some) == rows
-    assert all(len(some) == rows_per_step for _, some in drawn[:-1])
+    assert sorted(epoch_order(rows, seed, epoch)) == [(row, 0) for row in rows]
+
+
+def test_weights_repeat_rows_and_draw_the_rest_anew(store):
+    """Three sources of weight 1, 2.5 and 0: rows 0..9, 10..13, 14..16, counted by hand."""
+    sources = [0] * 10 + [1] * 4 + [2] * 3
+    epochs = [epoch_order(list(range(17)), 5, epoch, sources, (1.0, 2.5, 0.0)) for epoch in range(40)]
+    thirds = set()
+    for items in epochs:
+        assert len(items) == len(set(items)) == 10 + 10
+        assert {item for item in items if item[0] < 10} == {(row, 0) for row in range(10)}
+        assert {item for item in items if item[1] < 2 and item[0] >= 10} == {
+            (r, k) for r in range(10, 14) for k in (0, 1)
+        }
+        third = [row for row, k in items if k == 2]
+        assert len(third) == 2 and set(third) <= set(range(10, 14))
+        thirds.add(tuple(sorted(third)))
+    assert len(thirds) > 3  # of six pairs
+    config = helpers.config(store.folder, "batch.rows_per_step=9", f"batch.anchors_per_row={PER_ROW}")
+    twice = Steps(store, [4], config.model, config.batch, seed=0, weights=[2.0])[0]
+    assert twice.rows == [4, 4] and max(slots(twice).values()) < 3
+    assert len({key[:2] for key in slots(twice)}) > PER_ROW  # the second time, other anchors
 
 
 def test_order_and_anchors_change_with_epoch_and_seed(store):

@@ -1,7 +1,7 @@
 """From the store to the micro-batches of a step.
 
     order    the rows of a step are a function of (seed, epoch, rows_per_step), nothing else
-    anchors  drawn anew each epoch, from (seed, epoch, row id) alone
+    anchors  drawn anew each epoch, from (seed, epoch, row id and its occurrence) alone
     bins     the step's rows packed first-fit, longest first, under a token and an anchor budget
     deal     bin b goes to rank b mod world; missing ones are empty, so that collectives stay matched
     weight   the sum of all weights of the step, over all ranks: known before the first forward
@@ -9,6 +9,7 @@
 So the gradient of a step does not depend on budgets, packing, ranks or accumulation.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -39,15 +40,19 @@ def split_rows(store: Store, heldout: float) -> tuple[list[int], list[int]]:
     return (~held).nonzero()[:, 0].tolist(), held.nonzero()[:, 0].tolist()
 
 
-def step_rows(rows: list[int], step: int, rows_per_step: int, seed: int) -> tuple[int, list[int]]:
-    """The epoch of a step, counted from 0, and its rows; the last step of an epoch may have fewer."""
-    epoch, within = divmod(step, steps_per_epoch(len(rows), rows_per_step))
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
-    return epoch, [rows[i] for i in order[within * rows_per_step : (within + 1) * rows_per_step]]
+def epoch_order(rows: list[int], seed: int, epoch: int, sources=None, weights=(1.0,)) -> list[tuple[int, int]]:
+    """(row, occurrence) of an epoch, in order.
 
-
-def steps_per_epoch(num_rows: int, rows_per_step: int) -> int:
-    return -(-num_rows // rows_per_step)
+    sources: int [rows of the store], which data set a row is of; empty: the first. A data set of weight 2.5 has each of
+    its rows twice, and half of them, drawn anew each epoch, a third time.
+    """
+    generator, items = torch.Generator().manual_seed(seed * 1_000_003 + epoch), []
+    for source, weight in enumerate(weights):
+        mine = rows if sources is None else [row for row in rows if sources[row] == source]
+        whole, rest = divmod(round(weight * len(mine)), max(len(mine), 1))
+        drawn = torch.randperm(len(mine), generator=generator)[:rest].tolist() if rest else []
+        items += [(row, k) for k in range(whole) for row in mine] + [(mine[i], whole) for i in drawn]
+    return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
 
 
 def pack(tokens: list[int], anchors: list[int], max_tokens: int, max_anchors: int) -> list[list[int]]:
@@ -93,20 +98,31 @@ class Steps:
     """The steps of one rank. `steps[s]` is a function of s alone: resuming needs no state but the step."""
 
     def __init__(
-        self, store: Store, rows: list[int], model: ModelConfig, batch: BatchConfig, seed: int, rank=0, world=1
-    ):
-        self.store, self.rows, self.model, self.batch, self.seed = store, rows, model, batch, seed
+        self, store: Store, rows: list[int], model: ModelConfig, batch: BatchConfig, seed: int, rank=0, world=1,
+        weights=(1.0,),
+    ):  # fmt: skip
+        self.store, self.model, self.batch, self.seed = store, model, batch, seed
         self.rank, self.world = rank, world
+        sources = store.index["source"].tolist() if len(weights) > 1 else None
+        self.order = functools.lru_cache(2)(lambda epoch: epoch_order(rows, seed, epoch, sources, weights))
         require_room(store, batch)
 
+    def per_epoch(self) -> int:
+        """Steps of an epoch; the last one may have fewer rows."""
+        return -(-len(self.order(0)) // self.batch.rows_per_step)
+
     def __getitem__(self, step: int) -> Step:
-        epoch, indices = step_rows(self.rows, step, self.batch.rows_per_step, self.seed)
+        epoch, within = divmod(step, self.per_epoch())
+        count = self.batch.rows_per_step
+        items = self.order(epoch)[within * count : (within + 1) * count]
+        indices = [row for row, _ in items]
         rows = [self.store.row(i, features=False) for i in indices]
         anchors = [
             sample_anchors(
-                row.loss_mask_T, self.batch.anchors_per_row, seed=self.seed, epoch=epoch, row_id=row.id
+                row.loss_mask_T, self.batch.anchors_per_row, seed=self.seed, epoch=epoch, row_id=row.id,
+                occurrence=occurrence,
             )
-            for row in rows
+            for row, (_, occurrence) in zip(rows, items)
         ]  # fmt: skip
         lengths = [len(row.ids_T) for row in rows]
         bins = pack(lengths, [len(chosen) for chosen in anchors], self.batch.bin_tokens, self.batch.bin_anchors)

@@ -15,7 +15,7 @@ from dflash.model import DFlashDraftModel, TargetEnds
 from dflash.objective import block_loss
 from train import checkpoint
 from train.config import OptimConfig, RunConfig
-from train.data import Step, Steps, split_rows, steps_per_epoch, to_device
+from train.data import Step, Steps, split_rows, to_device
 from train.engine import make_engine
 from train.evaluate import heldout_measures
 from train.log import Log
@@ -49,7 +49,7 @@ def start_at_uniform(drafter: DFlashDraftModel, ends: TargetEnds) -> None:
 
 @torch.no_grad()
 def read_through(drafter: DFlashDraftModel, codec: Codec) -> None:
-    """Let `fc` read what a low-rank codec gives, starting as it would on the features. Loading a checkpoint folds it."""
+    """Let `fc` read what a codec gives, from where it would start on features; loading a checkpoint folds it."""
     if codec.rank is not None:
         weight_DR = codec.unfold(drafter.fc.weight)
         drafter.fc = torch.nn.Linear(codec.rank, len(weight_DR), bias=False)
@@ -96,8 +96,9 @@ def fit(
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     rows, heldout = split_rows(store, config.data.heldout)
-    steps = Steps(store, rows, config.model, config.batch, config.seed, rank, world)
-    total = config.optim.steps or config.optim.epochs * steps_per_epoch(len(rows), config.batch.rows_per_step)
+    weights = [source.weight for source in config.data.sources]
+    steps = Steps(store, rows, config.model, config.batch, config.seed, rank, world, weights)
+    total = config.optim.steps or config.optim.epochs * steps.per_epoch()
     engine = make_engine(drafter, config.optim, config.engine, device)
     folder, step, tau = config.folder / "checkpoints", 0, 0.0
     if (path := checkpoint.latest(folder)) is not None:
