@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from data_prep.config import CacheConfig, CodecKind
 from data_prep.files import flush, part_path
+from dflash.target import default_device
 
 CLIP = 16.0  # root mean squares at which a channel saturates, unless its largest value in the sample is below
 
@@ -40,12 +41,19 @@ class Codec:
         """Features [T, F] to what is stored [T, R]: int8, or the codec's dtype."""
         if self.scale_R is None:
             return features_TF.to(self.dtype)
-        x = features_TF.float() if self.map_FR is None else features_TF.float() @ self.map_FR
-        return (x / self.scale_R).round().clamp(-127, 127).to(torch.int8)
+        scale_R, map_FR = self._on(features_TF.device)
+        x = features_TF.float() if map_FR is None else features_TF.float() @ map_FR
+        return (x / scale_R).round().clamp(-127, 127).to(torch.int8)
+
+    def _on(self, device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scale and map on a device; they stay there."""
+        self.scale_R = self.scale_R.to(device)
+        self.map_FR = None if self.map_FR is None else self.map_FR.to(device)
+        return self.scale_R, self.map_FR
 
     def decode(self, stored_TR: torch.Tensor) -> torch.Tensor:
         """What training reads [T, R], in the codec's dtype."""
-        return stored_TR if self.scale_R is None else (stored_TR * self.scale_R).to(self.dtype)
+        return stored_TR if self.scale_R is None else (stored_TR * self._on(stored_TR.device)[0]).to(self.dtype)
 
     def lift(self, decoded_TR: torch.Tensor) -> torch.Tensor:
         """About the features [T, F] that were packed."""
@@ -89,7 +97,7 @@ def fit_codec(config: CacheConfig, sample_TF: torch.Tensor) -> Codec:
     dtype = getattr(torch, config.dtype)
     if config.codec == CodecKind.bf16:
         return Codec(dtype)
-    x = sample_TF.double()
+    x = sample_TF.to(default_device()).double()
     size_F = x.square().mean(dim=0).sqrt().clamp(min=1e-12)
     map_FR = lift_FR = None
     if config.codec == CodecKind.lowrank:
@@ -102,7 +110,7 @@ def fit_codec(config: CacheConfig, sample_TF: torch.Tensor) -> Codec:
     z = x if map_FR is None else x @ map_FR
     scale_R = torch.minimum(z.abs().amax(dim=0), CLIP * z.square().mean(dim=0).sqrt()).clamp(min=1e-12) / 127
     codec = Codec(dtype, *(None if t is None else t.float() for t in (scale_R, map_FR, lift_FR)))
-    back = codec.encode(sample_TF) * codec.scale_R.double()
+    back = codec.encode(x) * codec.scale_R.double()
     back = back if lift_FR is None else back @ lift_FR.T
     codec.error = float(((back - x) / size_F).square().mean() / (x / size_F).square().mean())
     return codec

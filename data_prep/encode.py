@@ -131,6 +131,18 @@ def encode_rows(
         )
 
 
+def describe_report(report: dict) -> str:
+    """The report as lines for a reader: rows in and out, share of supervised tokens, lengths, drops by reason."""
+    lengths = {int(name.split()[4]): count for name, count in report.items() if name.startswith("rows of up to")}
+    lines = [
+        f"{report['conversations read']} conversations in, {report['rows kept']} rows out, {report['tokens']} tokens,"
+        f" {report['supervised tokens'] / report['tokens']:.0%} of them supervised",
+        "rows by length: " + ", ".join(f"up to {most}: {count}" for most, count in sorted(lengths.items())),
+        *(f"{count} {name}" for name, count in report.items() if "dropped" in name or "cut" in name),
+    ]
+    return "\n  ".join(lines)
+
+
 def _each(rows, tokenizer, stops, config) -> Iterator[tuple[dict, list[EncodedRow]]]:
     """(row, what it becomes), in order, whatever the number of processes."""
     if config.num_proc == 1:

@@ -22,7 +22,7 @@ from data_prep.config import Answers, Backend, CacheConfig, CacheMode, CodecKind
 from data_prep.demo.target import NAME as DEMO_TARGET
 from data_prep.demo.target import ORIGIN as DEMO_ORIGIN
 from data_prep.demo.target import demo_target
-from data_prep.encode import encode_row, encode_rows
+from data_prep.encode import describe_report, encode_row, encode_rows
 from data_prep.files import JsonLines, digest, part_path, sampled_digest, write_json
 from data_prep.prompts import collect, prompt_of, read_rows, source_identity
 from data_prep.regenerate import WINDOW, regenerate, render, stop_ids
@@ -84,14 +84,13 @@ class Preparation:
     def print_plan(self) -> None:
         """Rows, tokens, bytes and hours, before the work starts. Raises ValueError for what cannot be done here."""
         rows, report = self.rows
-        print(f"data: {report}", flush=True)
         some = list(itertools.islice((row for row in rows if "messages" in row), 64))
         prompts = [len(render(self.tokenizer, prompt_of(row), self.data, row.get("tools"))) for row in some]
         answers = [len(row["answer_ids"]) for row in some if "answer_ids" in row]
         answering = self.data.answers == Answers.target
         answer = sum(answers) / len(answers) if answers and not answering else self.data.max_new_tokens
         length = min(sum(prompts) / max(len(prompts), 1) + answer, self.data.max_length)
-        tokens, parameters = round(length * report["rows kept"]), self.num_parameters()
+        tokens, parameters = round(length * report["conversations"]), self.num_parameters()
         speed = 1e14 if torch.cuda.is_available() else 2.5e11  # FLOP/s that a forward reaches, roughly
         hours = 2 * parameters * tokens / speed / 3600
         print(
@@ -241,6 +240,10 @@ class Preparation:
 
     def encode(self) -> Store:
         """Token ids and loss masks. Raises ValueError for a mask token that stands in the data."""
+        return self._encoded
+
+    @functools.cached_property
+    def _encoded(self) -> Store:
         if not (self.rows_folder / MANIFEST).exists():
             self._encode_into(self.rows_folder)
         store = Store(self.rows_folder)
@@ -252,7 +255,7 @@ class Preparation:
         if mask < len(seen) and seen[mask]:
             raise ValueError(f"model.mask_token_id: {mask} stands in the data, expected an unused token")
         heldout = int(store.heldout(self.data.heldout).sum())
-        print(f"encode: {store.manifest['report']}, {heldout} rows held out", flush=True)
+        print(f"encode: {describe_report(store.manifest['report'])}\n  {heldout} rows held out", flush=True)
         if not 0 < heldout < len(store):
             raise ValueError(
                 f"data.heldout: {heldout} of {len(store)} rows held out at a share of {self.data.heldout}, expected"

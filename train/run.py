@@ -65,12 +65,14 @@ def train(config: RunConfig) -> None:
     import torch
     import torch.distributed as dist
 
+    from data_prep.audit import check_cache
     from data_prep.config import CacheMode
     from data_prep.prepare import Preparation
     from data_prep.store import Online, Store
     from dflash.config import Init
     from dflash.model import DFlashDraftModel
     from dflash.target import default_device, load_ends, start_from_target
+    from train import launch
     from train.config import EngineKind
     from train.engine import start_process_group
     from train.trainer import fit, read_through, start_at_uniform
@@ -85,6 +87,8 @@ def train(config: RunConfig) -> None:
             store = Online(preparation.rows_folder, stack.enter_context(preparation.running_target()))
         else:
             store = Store(preparation.features_folder)
+            if os.environ.get("RANK") == "0" and not launch.ours():  # else `run` has checked it
+                check_cache(store, preparation.features_recipe, preparation.features_name)
         torch.manual_seed(config.seed)
         drafter = DFlashDraftModel(preparation.drafter)
         ends = load_ends(
