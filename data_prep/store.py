@@ -41,6 +41,7 @@ class Row:
     ids_T: torch.Tensor  # int64
     loss_mask_T: torch.Tensor  # bool
     features_TF: torch.Tensor | None
+    last_TD: torch.Tensor | None = None  # the target's last hidden state, where it was stored and is asked for
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -137,6 +138,7 @@ class Store:
         with safe_open(self.folder / INDEX, framework="pt") as index:
             self.index = {name: index.get_tensor(name) for name in index.keys()}
         self.codec = Codec.load(self.folder / CODEC) if (self.folder / CODEC).exists() else None
+        self.reads_last = False  # whether rows come with `last_TD`
         self.shard = functools.lru_cache(OPEN_SHARDS)(self._open)
 
     def __len__(self) -> int:
@@ -171,7 +173,8 @@ class Store:
         start, end = offsets[at], offsets[at + 1]
         read = {name: shard.get_slice(name)[start:end] for name in ("input_ids", "loss_mask")}
         taps_TF = self.codec.decode(shard.get_slice("features")[start:end]) if features else None
-        return Row(index, self.row_id(index), read["input_ids"].long(), read["loss_mask"].bool(), taps_TF)
+        last_TD = shard.get_slice("last")[start:end] if features and self.reads_last else None
+        return Row(index, self.row_id(index), read["input_ids"].long(), read["loss_mask"].bool(), taps_TF, last_TD)
 
     def require(self, recipe: dict) -> None:
         """Raise ValueError, one line for the first field, where the store was not made by this recipe."""
@@ -194,5 +197,6 @@ class Online(Store):
     def row(self, index: int, features: bool = True) -> Row:
         row = super().row(index, features=False)
         if features:
-            row.features_TF = self.run([row.ids_T.tolist()])[0][0]
+            row.features_TF, *last = self.run([row.ids_T.tolist()])[0]
+            row.last_TD = last[0] if self.reads_last else None
         return row

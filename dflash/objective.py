@@ -2,18 +2,35 @@
 
     loss = sum over blocks and slots k of  w_k * CE(head(drafter(block))_k, token at anchor + k)
 
-returned as a sum; the step divides it by one global number (the sum of all weights), which is known before the first
-forward. The head runs on weighted slots only, a chunk at a time, and full logits never exist.
+returned as a sum; the step divides it by one global number, which is known before the first forward. The head runs on
+weighted slots only, a chunk at a time, and full logits never exist. Three objectives, over the slots 1..n that have a
+label in their block:
+
+    decay    w_k = exp(-(k - 1) / gamma) (paper, equation 4); divided by the sum of all w_k
+    dpace    w_k = sum over m = k..n of  prod over i = 1..m of q~_i,  q~ = (1 - alpha) q + alpha, with q_i the
+             probability that the drafter gives the label of slot i, taken as a constant: what slot k adds to the
+             expected number of accepted tokens, smoothed (D-PACE); divided by the number of blocks
+    distill  decay's weights, with KL(target || drafter) of the whole next-token distribution instead of the
+             cross-entropy; the target's is its head on its own last state one position before
 
 Shapes: T context tokens, A anchors, S slots, Q = A * S, N slots with weight, D hidden, F features, V vocabulary.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
 from .blocks import Blocks, attention_mask, grouped_mask
 from .model import TargetEnds
+
+
+class Objective(Enum):
+    """What a step minimises; the formulas stand at the top of dflash/objective.py."""
+
+    decay = "decay"
+    dpace = "dpace"
+    distill = "distill"
 
 
 @dataclass
@@ -24,6 +41,7 @@ class BlockBatch:
     position_T: torch.Tensor  # int64, document-local
     blocks: Blocks
     weighted_N: torch.Tensor  # int64 indices into Q of the slots with weight
+    teacher_ND: torch.Tensor | None = None  # the target's last states that predict those slots, for `distill`
 
 
 @dataclass
@@ -35,45 +53,62 @@ class BlockLoss:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Weighted cross-entropy behind a frozen head, loss and gradient of a chunk in one pass.
+    """Cross-entropy of each slot behind a frozen head, value and gradient of a chunk in one pass.
 
     The head gets no gradient, so d loss / d hidden is formed while the chunk's logits are at hand, and neither logits
-    nor a recomputation are needed later. hidden_ND, label_N, weight_N -> (fp32 sum, predicted ids [N]).
+    nor a recomputation are needed later. hidden_ND, label_N -> (fp32 [N], predicted ids [N]). With teacher_ND, states
+    of the target: KL(target || drafter) of each slot instead.
     """
 
     @staticmethod
-    def forward(ctx, hidden_ND, label_N, weight_N, ends: TargetEnds, chunk: int):
+    def forward(ctx, hidden_ND, label_N, ends: TargetEnds, chunk: int, teacher_ND=None):
         grad_ND = torch.empty_like(hidden_ND, dtype=ends.head_VD.dtype)
-        loss = hidden_ND.new_zeros((), dtype=torch.float32)
+        loss_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
         predicted_N = torch.empty_like(label_N)
         for start in range(0, len(hidden_ND), chunk):
             part = slice(start, start + chunk)
-            label, weight = label_N[part, None], weight_N[part, None]
+            label = label_N[part, None]
             logits = ends.logits(hidden_ND[part])
             highest, predicted = logits.max(dim=-1, keepdim=True)
             predicted_N[part] = predicted[:, 0]
             probs = logits.softmax(dim=-1, dtype=torch.float32)
             # The log-sum-exp follows from the largest probability: at least 1 / V, so its logarithm is safe.
             total = highest.float() - probs.gather(1, predicted).log()
-            loss += (weight * (total - logits.gather(1, label).float())).sum()
+            if teacher_ND is None:
+                loss_N[part] = (total - logits.gather(1, label).float())[:, 0]
+                probs.scatter_add_(1, label, torch.full_like(total, -1.0))
+            else:
+                log_teacher = ends.logits(teacher_ND[part]).log_softmax(dim=-1, dtype=torch.float32)
+                teacher = log_teacher.exp()
+                loss_N[part] = (teacher * (log_teacher - logits.float())).sum(dim=-1) + total[:, 0]
+                probs -= teacher
             if not ctx.needs_input_grad[0]:
                 continue
-            probs.scatter_add_(1, label, torch.full_like(weight, -1.0))
             if ends.softcap is not None:
                 probs *= 1 - (logits / ends.softcap).square()
-            grad = torch.mul(probs, weight * ends.logit_scale, out=logits)
+            grad = torch.mul(probs, ends.logit_scale, out=logits)
             grad_ND[part] = grad.to(ends.head_VD.dtype) @ ends.head_VD
         ctx.save_for_backward(grad_ND)
         ctx.mark_non_differentiable(predicted_N)
-        return loss, predicted_N
+        return loss_N, predicted_N
 
     @staticmethod
-    def backward(ctx, grad_loss, _):
+    def backward(ctx, grad_N, _):
         (grad_ND,) = ctx.saved_tensors
-        return grad_ND * grad_loss, None, None, None, None
+        return (grad_ND * grad_N[:, None]).to(grad_ND.dtype), None, None, None, None
 
 
-def block_loss(drafter, batch: BlockBatch, ends: TargetEnds, chunk: int) -> BlockLoss:
+def dpace_weights(loss_N, weighted_N, num_blocks: int, block_size: int, alpha: float = 0.5) -> torch.Tensor:
+    """D-PACE's weights of the weighted slots [N], from their cross-entropies; constants."""
+    chain_AS = loss_N.new_zeros(num_blocks * block_size)
+    chain_AS[weighted_N] = (1 - alpha) * torch.exp(-loss_N.detach()) + alpha
+    chain_AS = chain_AS.view(num_blocks, block_size)
+    chain_AS = chain_AS[:, 1:].cumprod(dim=1)  # a slot without label ends it, as its factor is 0
+    weight_AS = chain_AS.flip(1).cumsum(dim=1).flip(1)
+    return torch.nn.functional.pad(weight_AS, (1, 0)).flatten()[weighted_N]
+
+
+def block_loss(drafter, batch: BlockBatch, ends: TargetEnds, chunk: int, objective=Objective.decay) -> BlockLoss:
     """The weighted loss of one bin. drafter: the model, or an engine whose forward is the model's.
 
     chunk: how many slots' logits exist at one time; it changes memory and speed, not the result.
@@ -87,8 +122,12 @@ def block_loss(drafter, batch: BlockBatch, ends: TargetEnds, chunk: int) -> Bloc
     embeds_BQD = ends.embed(blocks.input_AS.flatten())[None]
     hidden_QD = drafter(embeds_BQD, batch.features_TF[None], positions_BN, mask)[0]
     label_N = blocks.label_AS.flatten()[batch.weighted_N]
-    weight_N = blocks.weight_AS.flatten()[batch.weighted_N]
-    loss, predicted_N = ChunkedCrossEntropy.apply(hidden_QD[batch.weighted_N], label_N, weight_N, ends, chunk)
+    hidden_ND = hidden_QD[batch.weighted_N]
+    loss_N, predicted_N = ChunkedCrossEntropy.apply(hidden_ND, label_N, ends, chunk, batch.teacher_ND)
+    if objective == Objective.dpace:
+        weight_N = dpace_weights(loss_N, batch.weighted_N, len(blocks.anchor_A), block_size)
+    else:
+        weight_N = blocks.weight_AS.flatten()[batch.weighted_N]
     right_AS = torch.zeros_like(blocks.input_AS, dtype=torch.bool)
     right_AS.view(-1)[batch.weighted_N] = predicted_N == label_N
-    return BlockLoss(loss, right_AS)
+    return BlockLoss((weight_N * loss_N).sum(), right_AS)

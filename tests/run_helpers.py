@@ -149,15 +149,18 @@ def run(*arguments, timeout=240, **options) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def run_ranks(script: Path, world: int, *arguments, timeout=240) -> list[str]:
     """Run `script` in `world` processes that find each other on the loopback; returns their outputs.
 
     The first rank that fails ends the others; its message is the assertion's.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = []
+    port, processes = str(free_port()), []
     try:
         for rank in range(world):
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from data_prep.regenerate import render
 from dflash.generate import generate
+from dflash.objective import ChunkedCrossEntropy
 from train.config import EngineConfig, OptimConfig
 from train.data import Step
 from train.engine import TorchEngine
 from train.evaluate import PromptResult, heldout_measures, loops, summarise, walk
-from train.trainer import Sums, prefix_right, train_line
+from train.flops import step_flops
+from train.trainer import SkipLimit, Sums, prefix_right, train_line
 
 CPU = torch.device("cpu")
 
@@ -144,7 +146,17 @@ def test_speeds_are_pooled_by_time():
 
 
 def step(weight):
-    return Step(epoch=1, rows=[0], batches=[], weight=weight, num_anchors=4, num_eligible=8, num_tokens=100)
+    return Step(
+        epoch=1,
+        rows=[0],
+        batches=[],
+        weight=weight,
+        num_anchors=4,
+        num_eligible=8,
+        num_tokens=100,
+        num_weighted=12,
+        num_pairs=9,
+    )
 
 
 def test_training_figures_are_pooled_over_the_window():
@@ -152,12 +164,42 @@ def test_training_figures_are_pooled_over_the_window():
     weight = torch.ones(4, 4)
     for groups in ([[0, 1], [2, 3]], [[0], [1, 2, 3]], [[0, 1, 2, 3]]):
         window = [
-            (step(float(len(g))), Sums(torch.tensor(2.0 * len(g)), prefix_right(right[g], weight[g]))) for g in groups
+            (step(float(len(g))), Sums(torch.tensor(2.0 * len(g)), prefix_right(right[g], weight[g]), torch.ones(())))
+            for g in groups
         ]
-        _, values = train_line(10, 20, window, lr=0.1, norm=1.0, seconds=0.5)
+        taken = 0.5 * len(window)
+        _, values = train_line(10, 20, window, 0.1, [1.0], 40.0 * taken, (taken, taken / 4), SkipLimit(3))
+        assert values["useful_flops_per_second_per_rank"] == 40 and values["data_wait"] == 0.25
         assert values["tau_anchor"] == 2.5 and values["slot_acceptance"] == [0.75, 0.5, 0.25]
         assert values["loss"] == 2.0 and values["anchors_used"] == 0.5
-        assert values["tokens_per_second"] == 200 and values["epoch"] == 1
+        assert values["tokens_per_second_per_rank"] == 200 and values["epoch"] == 1
+
+
+def test_a_slot_that_is_always_right_raises_an_alarm():
+    right, weight = torch.ones(120, 4, dtype=torch.bool), torch.ones(120, 4)
+    for share, alarmed in ((0, False), (120, True)):
+        right[:, 1:] = (torch.arange(120) < share)[:, None]
+        sums = Sums(torch.tensor(2.0), prefix_right(right, weight), torch.ones(()))
+        line, _ = train_line(1, 2, [(step(1.0), sums)], 0.1, [1.0], 1.0, (1.0, 0.0), SkipLimit(3))
+        assert ("alarm: slot 1" in line) == alarmed
+
+
+def test_useful_flops_are_those_of_the_matrices():
+    """Counted by torch's own FLOP counter over forward and backward of one bin without padding or masked pairs."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    drafter = helpers.new_drafter()
+    config, T, S = drafter.config, 40, 8
+    features = torch.randn(1, T, drafter.fc.in_features)
+    embeds, positions = torch.randn(1, S, config.hidden_size, requires_grad=True), torch.arange(T + S)[None]
+    ends = helpers.ends(config)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # the fused kernel is not counted
+        hidden = drafter(embeds, features, positions)
+        loss, _ = ChunkedCrossEntropy.apply(hidden[0, 1:], torch.zeros(S - 1, dtype=torch.long), ends, 100)
+        loss.sum().backward()
+    expected = step_flops(config, drafter.fc.in_features, T, S, S - 1, pairs=S * (T + S))
+    assert counter.get_total_flops() == expected
 
 
 @given(st.lists(st.tuples(st.lists(st.booleans(), min_size=5, max_size=5), st.integers(1, 5)), max_size=12))

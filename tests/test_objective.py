@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers import MASK, eligible, pack, random_rows, reference_drafter, tiny_drafter, tiny_target
 
 from dflash.model import TargetEnds
-from dflash.objective import block_loss
+from dflash.objective import ChunkedCrossEntropy, Objective, block_loss
 
 S, GAMMA = 8, 4.0
 LENGTHS = [17, 5, 23]
@@ -38,26 +38,67 @@ def case():
     return rows, anchors
 
 
-def slow_loss(drafter, rows, anchors, ends):
-    """Loss, gradients by name, and per block {slot: was it right}."""
+def slow_loss(drafter, rows, anchors, ends, objective=Objective.decay):
+    """Loss, gradients by name, and per block {slot: was it right}. Rows of `distill` have the target's last states."""
     params = {name: p.detach().double().requires_grad_() for name, p in drafter.named_parameters()}
     loss, right = 0.0, []
-    for (ids, mask, features), local in zip(rows, anchors):
+    for (ids, mask, features, *last), local in zip(rows, anchors):
         for a in local:
             slots = torch.tensor([ids[a]] + [MASK] * (S - 1))
             embeds = ends.embed_VD.double()[slots] * ends.embed_scale
             hidden = reference_drafter(params, drafter.config, embeds, features[:a])
             right.append({})
+            losses = []
             for k in range(1, S):
                 if a + k >= len(ids) or not mask[a + k]:
                     break
-                logits = ends.head_VD.double() @ hidden[k] * ends.logit_scale
-                if ends.softcap is not None:
-                    logits = ends.softcap * torch.tanh(logits / ends.softcap)
-                loss = loss + math.exp(-(k - 1) / GAMMA) * F.cross_entropy(logits[None], ids[a + k : a + k + 1])
+                logits = slow_logits(hidden[k], ends)
+                losses.append(F.cross_entropy(logits[None], ids[a + k : a + k + 1]))
+                if objective == Objective.distill:
+                    teacher = slow_logits(last[0][a + k - 1].double(), ends).softmax(-1)
+                    losses[-1] = (teacher * (teacher.log() - logits.log_softmax(-1))).sum()
                 right[-1][k] = bool(logits.argmax() == ids[a + k])
+            weights = [math.exp(-k / GAMMA) for k in range(len(losses))]
+            if objective == Objective.dpace:
+                smooth = [0.5 * math.exp(-float(one.detach())) + 0.5 for one in losses]
+                weights = [sum(math.prod(smooth[: m + 1]) for m in range(k, len(losses))) for k in range(len(losses))]
+            loss = loss + sum(w * one for w, one in zip(weights, losses))
     loss.backward()
     return loss.item(), {name: p.grad for name, p in params.items()}, right
+
+
+def slow_logits(hidden, ends):
+    logits = ends.head_VD.double() @ hidden * ends.logit_scale
+    return logits if ends.softcap is None else ends.softcap * torch.tanh(logits / ends.softcap)
+
+
+@pytest.mark.parametrize("kind", ["tied", "capped"])
+@pytest.mark.parametrize("objective", [Objective.dpace, Objective.distill])
+def test_other_objectives_are_their_double_loops(drafter, case, kind, objective):
+    rows, anchors = case
+    ends, last = ends_of(kind), torch.randn(sum(LENGTHS), 48, generator=torch.Generator().manual_seed(2))
+    batch = pack(rows, anchors, S, GAMMA)
+    if objective == Objective.distill:
+        rows = [(*row, states) for row, states in zip(rows, last.split(LENGTHS))]
+        slot, block = batch.weighted_N % S, batch.weighted_N // S
+        batch.teacher_ND = last[batch.blocks.anchor_A[block] + slot - 1]
+    expected, grads, _ = slow_loss(drafter, rows, anchors, ends, objective)
+    for chunk in (7, 10_000):
+        drafter.zero_grad()
+        out = block_loss(drafter, batch, ends, chunk, objective)
+        out.loss.backward()
+        assert out.loss.item() == pytest.approx(expected, rel=1e-5)
+        for name, parameter in drafter.named_parameters():
+            assert (parameter.grad - grads[name]).abs().max() < 2e-4 * grads[name].abs().max(), name
+
+
+def test_distilling_the_targets_own_states_is_at_its_minimum():
+    """The drafter's state equal to the target's: no divergence, no gradient, whatever the labels."""
+    states, ends = torch.randn(9, 48, generator=torch.Generator().manual_seed(4)), ends_of("scaled")
+    hidden = states.clone().requires_grad_()
+    loss_N, _ = ChunkedCrossEntropy.apply(hidden, torch.arange(9), ends, 4, states)
+    loss_N.sum().backward()
+    assert loss_N.abs().max() < 1e-5 and hidden.grad.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["tied", "scaled", "capped"])

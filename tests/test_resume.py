@@ -4,7 +4,9 @@ References: the run that was not interrupted, the learning rates written out by 
 
 import json
 import math
+import os
 import shutil
+import signal
 
 import pytest
 import run_helpers as helpers
@@ -13,8 +15,8 @@ from safetensors.torch import load_file
 
 from data_prep.store import Store
 from train import checkpoint, trainer
-from train.config import OptimConfig
-from train.trainer import fit, learning_rate
+from train.config import OptimConfig, Schedule
+from train.trainer import fit, learning_rate, read_ahead
 
 
 class Killed(Exception):
@@ -205,3 +207,87 @@ def test_learning_rate_golden_values():
     assert max(rates) == rates[10] and rates[10:] == sorted(rates[10:], reverse=True)
     assert learning_rate(0, 100, OptimConfig(lr=1e-3, warmup=0.0)) == 1e-3
     assert learning_rate(0, 1, OptimConfig(lr=1e-3)) == 1e-3
+
+
+def test_other_schedules_golden_values():
+    wsd = OptimConfig(lr=1e-3, warmup=0.1, schedule=Schedule.wsd, decay=0.25)
+    golden = {0: 1e-4, 9: 1e-3, 10: 1e-3, 74: 1e-3, 75: 1e-3, 80: 8e-4, 99: 4e-5}  # 25 steps down to zero
+    assert all(math.isclose(learning_rate(step, 100, wsd), value) for step, value in golden.items())
+    constant = OptimConfig(lr=1e-3, warmup=0.1, schedule=Schedule.constant)
+    assert [learning_rate(step, 100, constant) for step in (4, 10, 99)] == [5e-4, 1e-3, 1e-3]
+
+
+def test_a_finished_run_is_extended_with_the_longer_runs_rates(whole, tmp_path):
+    config = settings(tmp_path, "optim.steps=44", "optim.schedule=constant")
+    shutil.copytree(whole.folder / "checkpoints/step-000040", config.folder / "checkpoints/step-000040")
+    train(config)
+    assert list(losses(config)) == [41, 42, 43, 44]
+    assert checkpoint.latest(config.folder / "checkpoints").name == "step-000044"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_at_the_end_of_the_step_and_the_run_goes_on(whole, tmp_path, monkeypatch, number):
+    config, real = settings(tmp_path), trainer.train_step
+    calls = []
+
+    def step(*arguments):
+        calls.append(1)
+        if len(calls) == 27:
+            os.kill(os.getpid(), number)
+        return real(*arguments)
+
+    monkeypatch.setattr(trainer, "train_step", step)
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit, match="step 27 of 40"):
+        train(config)
+    assert signal.getsignal(number) == before
+    assert checkpoint.latest(config.folder / "checkpoints").name == "step-000027"
+    monkeypatch.setattr(trainer, "train_step", real)
+    train(config)
+    expected, found = (load_file(c.folder / "checkpoints/step-000040/state.safetensors") for c in (whole, config))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert checkpoint.best(config.folder / "checkpoints").name != "step-000027", "it was not measured"
+
+
+def poison(monkeypatch, steps):
+    """The loss of these calls of the step is NaN, from the features on."""
+    real, calls = trainer.train_step, []
+
+    def step(engine, now, *rest):
+        calls.append(1)
+        if len(calls) in steps:
+            now.batches[0].features_TF = now.batches[0].features_TF * float("nan")
+        return real(engine, now, *rest)
+
+    monkeypatch.setattr(trainer, "train_step", step)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, monkeypatch):
+    """After steps 1 and 2 of three, of which the second is NaN, everything is as after the first."""
+    one, skipped = settings(tmp_path / "one", "optim.steps=1"), settings(tmp_path / "two", "optim.steps=2")
+    for config in (one, skipped):
+        config.optim.schedule, config.optim.warmup = Schedule.constant, 0.0
+    train(one)
+    poison(monkeypatch, {2})
+    train(skipped)
+    files = [c.folder / f"checkpoints/step-{c.optim.steps:06d}/state.safetensors" for c in (one, skipped)]
+    expected, found = map(load_file, files)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert json.loads((files[1].parent / "trainer.json").read_text())["skipped"] == 1
+
+
+def test_too_many_such_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
+    config = settings(tmp_path, "optim.max_skips=3")
+    poison(monkeypatch, {5, 6, 8, 9, 10, 11})
+    with pytest.raises(ValueError, match=r"^optim\.max_skips: 3 steps in a row before step 10 .* not finite"):
+        train(config)
+    assert not checkpoint.complete(config.folder / "checkpoints")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5])
+def test_reading_ahead_changes_neither_steps_nor_their_order(depth):
+    class Numbers:
+        def __getitem__(self, number):
+            return number * 10
+
+    assert [now for now, _ in read_ahead(Numbers(), 3, 9, depth)] == [30, 40, 50, 60, 70, 80]

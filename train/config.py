@@ -6,6 +6,7 @@ from pathlib import Path
 
 from data_prep.config import CacheConfig, DataConfig
 from dflash.config import ModelConfig
+from dflash.objective import Objective
 
 
 class Stage(Enum):
@@ -30,7 +31,7 @@ class Wandb(Enum):
 def check_positive(group: str, config) -> None:
     """Refuse counts below 1 among a dataclass's own fields."""
     for name, value in vars(config).items():
-        if type(value) is int and value < 1 and name not in ("seed", "zero_stage"):
+        if type(value) is int and value < 1 and name not in ("seed", "zero_stage", "node_rank", "prefetch"):
             raise ValueError(f"{f'{group}.{name}'.lstrip('.')}: found {value}, expected 1 or more")
 
 
@@ -53,21 +54,36 @@ class BatchConfig:
             )
 
 
+class Schedule(Enum):
+    """How the learning rate goes on behind the warm-up."""
+
+    cosine = "cosine"  # to zero, over all steps
+    wsd = "wsd"  # constant, then linear to zero over the last `decay` share of the steps
+    constant = "constant"
+
+
 @dataclass
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay to zero."""
+    """AdamW with linear warm-up, and what it minimises."""
+
+    objective: Objective = Objective.decay  # formulas: dflash/objective.py
 
     epochs: int = 6  # passes over the data
     steps: int | None = None  # stop after so many steps instead
     lr: float = 6e-4  # peak learning rate
     warmup: float = 0.04  # share of the steps that the learning rate rises
+    schedule: Schedule = Schedule.cosine
+    decay: float = 0.2  # of wsd: share of the steps that the learning rate falls
     weight_decay: float = 0.0  # on matrices, not on norms
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0  # largest norm of the gradient
+    max_skips: int = 10  # steps in a row with a loss or gradient that is not finite; each is skipped and counted
 
     def __post_init__(self):
         check_positive("optim", self)
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"optim.decay: found {self.decay}, expected a share above 0, at most 1")
         if not (self.lr > 0 and self.clip > 0 and 0 <= self.warmup < 1):
             raise ValueError(
                 f"optim.lr, optim.clip, optim.warmup: found {self.lr}, {self.clip}, {self.warmup}, expected positive"
@@ -82,6 +98,10 @@ class EngineConfig:
     kind: EngineKind = EngineKind.auto
     zero_stage: int = 1  # of DeepSpeed: 0, 1 or 2
     dtype: str = "bfloat16"  # of the computation; master weights and moments are fp32 always
+    compile: bool = False  # torch.compile the drafter
+    checkpoint: bool = False  # recompute each layer in the backward pass: less memory, a third more work
+    prefetch: int = 1  # steps that are read ahead in a thread; 0 reads in the loop
+    deepspeed: Path | None = None  # a DeepSpeed JSON to add to the run's own; stage, batch, clip and dtype must agree
 
     def __post_init__(self):
         if self.zero_stage not in (0, 1, 2):
@@ -92,12 +112,21 @@ class EngineConfig:
 
 @dataclass
 class LaunchConfig:
-    """Processes of this node."""
+    """Processes, of this node and others. Under Slurm, `srun` with one task a node or one a GPU needs none of it."""
 
-    ranks: int | None = None  # empty: one for each visible GPU, one without GPUs
+    ranks: int | None = None  # of this node; empty: one for each visible GPU, one without GPUs
+    nnodes: int = 1  # start the same command on each
+    node_rank: int = 0  # 0 on the node that rendezvous names
+    rendezvous: str = ""  # HOST:PORT of the first node; for several
+    grace: int = 60  # seconds that ranks have to save after SIGTERM or SIGUSR1
 
     def __post_init__(self):
         check_positive("launch", self)
+        if self.nnodes > 1 and (":" not in self.rendezvous or not 0 <= self.node_rank < self.nnodes):
+            raise ValueError(
+                f"launch.rendezvous, launch.node_rank: found {self.rendezvous!r}, {self.node_rank}, expected HOST:PORT"
+                f" of the first node and a number below launch.nnodes={self.nnodes}"
+            )
 
 
 @dataclass
@@ -150,9 +179,14 @@ class RunConfig:
     keep: int = 2  # newest checkpoints that stay, beside the best
     seed: int = 0
     check: bool = False  # validate everything that can be without loading weights, then stop
+    profile: bool = False  # write a torch profiler trace of steps 3 to 5 to runs/name/profile.json
 
     def __post_init__(self):
         check_positive("", self)
+        if self.optim.objective == Objective.distill and not self.cache.last:
+            raise ValueError(
+                "cache.last: found false, expected true for optim.objective=distill: it needs those states"
+            )
 
     @property
     def folder(self) -> Path:

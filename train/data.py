@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from data_prep.store import Row, Store
-from dflash.blocks import eligible_anchors, make_blocks, sample_anchors
+from dflash.blocks import Blocks, eligible_anchors, make_blocks, sample_anchors
 from dflash.config import ModelConfig
-from dflash.objective import BlockBatch
+from dflash.objective import BlockBatch, Objective
 from train.config import BatchConfig
 
 
@@ -32,6 +32,8 @@ class Step:
     num_anchors: int  # of all ranks
     num_eligible: int  # anchors that could have been drawn
     num_tokens: int  # context tokens of all ranks
+    num_weighted: int  # slots with weight, of all ranks
+    num_pairs: int  # (slot, key) pairs that see each other, of all ranks
 
 
 def split_rows(store: Store, heldout: float) -> tuple[list[int], list[int]]:
@@ -77,11 +79,17 @@ def make_batch(rows: list[Row], anchors: list[torch.Tensor], model: ModelConfig)
     mask_T = torch.cat([row.loss_mask_T for row in rows])
     anchor_A = torch.cat([chosen + start for chosen, start in zip(anchors, bounds)])
     blocks = make_blocks(ids_T, mask_T, bounds, anchor_A, model.block_size, model.mask_token_id, model.gamma)
+    weighted_N = blocks.weight_AS.flatten().nonzero()[:, 0]
+    teacher_ND = None
+    if rows[0].last_TD is not None:  # what predicts the token of slot k is the target's state one position before it
+        token_N = blocks.anchor_A[weighted_N // model.block_size] + weighted_N % model.block_size
+        teacher_ND = torch.cat([row.last_TD for row in rows])[token_N - 1]
     return BlockBatch(
         features_TF=None if rows[0].features_TF is None else torch.cat([row.features_TF for row in rows]),
         position_T=torch.cat([torch.arange(length) for length in lengths.tolist()]),
         blocks=blocks,
-        weighted_N=blocks.weight_AS.flatten().nonzero()[:, 0],
+        weighted_N=weighted_N,
+        teacher_ND=teacher_ND,
     )
 
 
@@ -94,15 +102,22 @@ def require_room(store: Store, batch: BatchConfig) -> None:
         )
 
 
+def normaliser(blocks: Blocks, objective: Objective) -> float:
+    """What a bin adds to the number that the step's loss is divided by: it depends on the data alone."""
+    if objective == Objective.dpace:  # its weights depend on predictions: the number of blocks with a label
+        return float((blocks.weight_AS[:, 1] > 0).sum())
+    return float(blocks.weight_AS.double().sum())
+
+
 class Steps:
     """The steps of one rank. `steps[s]` is a function of s alone: resuming needs no state but the step."""
 
     def __init__(
         self, store: Store, rows: list[int], model: ModelConfig, batch: BatchConfig, seed: int, rank=0, world=1,
-        weights=(1.0,),
+        weights=(1.0,), objective=Objective.decay,
     ):  # fmt: skip
         self.store, self.model, self.batch, self.seed = store, model, batch, seed
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.objective = rank, world, objective
         sources = store.index["source"].tolist() if len(weights) > 1 else None
         self.order = functools.lru_cache(2)(lambda epoch: epoch_order(rows, seed, epoch, sources, weights))
         require_room(store, batch)
@@ -126,7 +141,7 @@ class Steps:
         ]  # fmt: skip
         lengths = [len(row.ids_T) for row in rows]
         bins = pack(lengths, [len(chosen) for chosen in anchors], self.batch.bin_tokens, self.batch.bin_anchors)
-        weight, batches = 0.0, []
+        weight, weighted, pairs, batches = 0.0, 0, 0, []
         for number in range(-(-len(bins) // self.world) * self.world):
             empty = number >= len(bins)
             items = [0] if empty else bins[number]
@@ -137,7 +152,11 @@ class Steps:
             if empty:  # it fills up a rank: one block without weight
                 batch.blocks.weight_AS.zero_()
                 batch.weighted_N = batch.weighted_N[:0]
-            weight += float(batch.blocks.weight_AS.double().sum())
+                batch.teacher_ND = None if batch.teacher_ND is None else batch.teacher_ND[:0]
+            blocks, size = batch.blocks, self.model.block_size
+            weight += normaliser(blocks, self.objective)
+            weighted += len(batch.weighted_N)
+            pairs += size * int((blocks.anchor_A - blocks.start_A + size).sum())
             if mine:
                 batches.append(batch)
         return Step(
@@ -148,6 +167,8 @@ class Steps:
             num_anchors=sum(map(len, anchors)),
             num_eligible=sum(len(eligible_anchors(row.loss_mask_T)) for row in rows),
             num_tokens=sum(lengths),
+            num_weighted=weighted,
+            num_pairs=pairs,
         )
 
 
@@ -157,4 +178,5 @@ def to_device(batch: BlockBatch, device: torch.device) -> BlockBatch:
         return batch
     move = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
     blocks = type(batch.blocks)(**{name: move(tensor) for name, tensor in vars(batch.blocks).items()})
-    return BlockBatch(move(batch.features_TF), move(batch.position_T), blocks, move(batch.weighted_N))
+    teacher_ND = None if batch.teacher_ND is None else move(batch.teacher_ND)
+    return BlockBatch(move(batch.features_TF), move(batch.position_T), blocks, move(batch.weighted_N), teacher_ND)

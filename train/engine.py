@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from data_prep.files import read_json
 from train.config import EngineConfig, EngineKind, OptimConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -56,14 +57,18 @@ class TorchEngine:
         """Add the gradient of loss / step_weight. last: whether this is the step's last micro-batch of this rank."""
         (loss / step_weight).backward()
 
-    def step(self, lr: float) -> float:
-        """Clip, update, clear; returns the gradient's norm before clipping."""
+    def step(self, lr: float) -> torch.Tensor:
+        """Clip, update, clear; returns the gradient's norm before clipping, on the device: nothing here waits for it.
+
+        Where the norm is not finite, weights, moments and step count stay as they are.
+        """
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.optimizer.found_inf = (~norm.isfinite()).float()  # how AMP's scaler tells the fused AdamW to skip
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(norm)
+        return norm
 
     def state(self) -> dict[str, torch.Tensor]:
         tensors = {}
@@ -84,6 +89,35 @@ class TorchEngine:
             }
 
 
+def deepspeed_config(optim: OptimConfig, engine: EngineConfig) -> dict:
+    """What DeepSpeed is told: the user's own file (engine.deepspeed), and what the run itself decides.
+
+    Raises ValueError where the file says otherwise.
+    """
+    own = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # the boundary is set by hand: bins per step vary
+        "gradient_clipping": optim.clip,  # its default is 1.0, not "off"
+        "bf16": {"enabled": engine.dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    theirs = read_json(engine.deepspeed) if engine.deepspeed is not None else {}
+    for name in ("optimizer", "scheduler", "fp16"):
+        if name in theirs:
+            raise ValueError(f"engine.deepspeed: {engine.deepspeed} has {name}, expected none; use optim.* instead")
+    stage = theirs.get("zero_optimization", {}).get("stage", engine.zero_stage)
+    for name, value in {**own, "zero_optimization": {"stage": engine.zero_stage}}.items():
+        found = stage if name == "zero_optimization" else theirs.get(name, value)
+        expected = engine.zero_stage if name == "zero_optimization" else value
+        if found not in (expected, "auto"):
+            raise ValueError(
+                f"engine.deepspeed: {engine.deepspeed} has {name}={found}, expected {expected}, which the run decides"
+            )
+    zero = {**theirs.get("zero_optimization", {}), "stage": engine.zero_stage}
+    return {"steps_per_print": 10**9, **theirs, **own, "zero_optimization": zero}
+
+
 class DeepSpeedEngine:
     """Several processes: ZeRO 0, 1 or 2 with a client AdamW; bf16 module with fp32 masters, or all fp32."""
 
@@ -96,17 +130,10 @@ class DeepSpeedEngine:
         self.engine, *_ = deepspeed.initialize(
             model=self.module,
             optimizer=adamw(self.module, optim),
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": 1,  # the boundary is set by hand: bins per step vary
-                "gradient_clipping": optim.clip,  # its default is 1.0, not "off"
-                "bf16": {"enabled": self.dtype == torch.bfloat16},
-                "zero_optimization": {"stage": self.stage},
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "steps_per_print": 10**9,
-            },
+            config=deepspeed_config(optim, engine),
         )
+        if self.stage:
+            self.engine.optimizer.check_grad_overflow = True  # in fp32, too, it shall skip what is not finite
         # DeepSpeed rounds the module to bf16 before it makes the masters, and at stage 0 runs one optimiser step on
         # zero gradients; setting the state anew undoes both.
         zeros = {f"{name}/{moment}": torch.zeros_like(p) for name, p in masters.items() for moment in MOMENTS}
@@ -124,14 +151,22 @@ class DeepSpeedEngine:
         if not last:
             self.engine.step()
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float) -> torch.Tensor:
+        """As TorchEngine's."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         norm = None
         if self.stage == 0 and self.dtype == torch.float32:  # the one case in which DeepSpeed tells no norm
             norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters()])
+            if not norm.isfinite():
+                self.engine.zero_grad()
+                self.engine.optimizer.zero_grad()
+                for p in self.module.parameters():
+                    p.grad = torch.zeros_like(p)
+                return norm
         self.engine.step()
-        return float(self.engine.get_global_grad_norm() if norm is None else norm)
+        norm = torch.as_tensor(float(self.engine.get_global_grad_norm() if norm is None else norm))
+        return norm if norm >= 0 else torch.full_like(norm, torch.inf)  # -1 is how it reports one that is not finite
 
     def _base(self) -> torch.optim.Optimizer:
         return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)

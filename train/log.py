@@ -9,8 +9,8 @@ from train.config import LogConfig, Wandb
 class Log:
     """A context manager; only rank 0 has one that writes (`enabled`)."""
 
-    def __init__(self, folder: Path, config: LogConfig, name: str, run_config: dict, enabled: bool):
-        self.enabled, self.wandb = enabled, None
+    def __init__(self, folder: Path, config: LogConfig, name: str, run_config: dict, enabled: bool, run_id=None):
+        self.enabled, self.wandb, self.run_id = enabled, None, run_id
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -19,7 +19,10 @@ class Log:
             import wandb
 
             mode = config.wandb.value
-            self.wandb = wandb.init(project=config.project, name=name, dir=folder, mode=mode, config=run_config)
+            self.wandb = wandb.init(
+                project=config.project, name=name, dir=folder, mode=mode, config=run_config, id=run_id, resume="allow"
+            )
+            self.run_id = self.wandb.id  # a resumed run goes on in the same curves
 
     def __enter__(self):
         return self

@@ -19,6 +19,7 @@ def main(config: RunConfig) -> None:
     from data_prep.prepare import check
     from train import launch
 
+    launch.adopt_slurm(config.launch)
     if config.name is None:
         config.name = next(a.split("=")[1] for a in sys.argv[1:] if a.startswith("+model="))
     trains = config.stage in (Stage.all, Stage.train)
@@ -52,11 +53,11 @@ def run(config: RunConfig) -> None:
     if not preparation.features_folder.exists():
         require_room(preparation.encode(), config.batch)
     preparation.features()
-    if (ranks := launch.num_ranks(config.launch)) > 1:
-        launch.run_ranks(str(Path(__file__).resolve()), sys.argv[1:], ranks)
+    if launch.num_ranks(config.launch) * config.launch.nnodes > 1:
+        launch.run_ranks(str(Path(__file__).resolve()), sys.argv[1:], config.launch)
     else:
         train(config)
-    if config.stage == Stage.all:
+    if config.stage == Stage.all and config.launch.node_rank == 0:
         finish(config)
 
 
@@ -65,7 +66,6 @@ def train(config: RunConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from data_prep.audit import check_cache
     from data_prep.config import CacheMode
     from data_prep.prepare import Preparation
     from data_prep.store import Online, Store
@@ -86,9 +86,9 @@ def train(config: RunConfig) -> None:
         if config.cache.mode == CacheMode.online:
             store = Online(preparation.rows_folder, stack.enter_context(preparation.running_target()))
         else:
+            if not launch.ours():  # ranks of another launcher prepare together; `run` has done it else
+                preparation.features()
             store = Store(preparation.features_folder)
-            if os.environ.get("RANK") == "0" and not launch.ours():  # else `run` has checked it
-                check_cache(store, preparation.features_recipe, preparation.features_name)
         torch.manual_seed(config.seed)
         drafter = DFlashDraftModel(preparation.drafter)
         ends = load_ends(

@@ -1,7 +1,12 @@
 """The loop: resume; while step < total: batch -> step -> log -> measure -> save."""
 
+import contextlib
 import math
+import resource
+import signal
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +17,16 @@ from data_prep.codec import Codec
 from data_prep.prepare import describe
 from data_prep.store import Store
 from dflash.model import DFlashDraftModel, TargetEnds
-from dflash.objective import block_loss
+from dflash.objective import Objective, block_loss
 from train import checkpoint
-from train.config import OptimConfig, RunConfig
+from train.config import OptimConfig, RunConfig, Schedule
 from train.data import Step, Steps, split_rows, to_device
 from train.engine import make_engine
 from train.evaluate import heldout_measures
+from train.flops import peak_flops, step_flops
 from train.log import Log
+
+SUSPICIOUS = 0.97  # share of blocks with a right slot 1 that no published drafter reaches
 
 
 @dataclass
@@ -27,13 +35,16 @@ class Sums:
 
     loss: torch.Tensor  # weighted cross-entropy
     right_S: torch.Tensor  # whole blocks whose slots 1..k are all right, at index k (index 0: whole blocks)
+    norm: torch.Tensor  # of the step's gradient; the same on all ranks
 
-    def reduce(self) -> "Sums":
+    def reduce(self, stop: bool) -> bool:
+        """Add up over the ranks; returns whether any of them wants to stop."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            both = torch.cat((self.loss[None].double(), self.right_S.double()))
+            wish = torch.tensor([stop], dtype=torch.float64, device=self.loss.device)
+            both = torch.cat((self.loss[None].double(), self.right_S.double(), wish))
             dist.all_reduce(both)
-            self.loss, self.right_S = both[0], both[1:]
-        return self
+            self.loss, self.right_S, stop = both[0], both[1:-1], bool(both[-1])
+        return stop
 
 
 @torch.no_grad()
@@ -57,11 +68,18 @@ def read_through(drafter: DFlashDraftModel, codec: Codec) -> None:
 
 
 def learning_rate(step: int, total: int, optim: OptimConfig) -> float:
-    """Linear warm-up over the first share of the steps, then cosine to zero. step counts from 0."""
+    """Linear warm-up over the first share of the steps, then the schedule. step counts from 0.
+
+    It is a function of (step, total): a run that is extended goes on with the rate that the longer run has there.
+    """
     warmup = round(optim.warmup * total)
     if step < warmup:
         return optim.lr * (step + 1) / warmup
-    return optim.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
+    if optim.schedule == Schedule.cosine:
+        return optim.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
+    if optim.schedule == Schedule.wsd:
+        return optim.lr * min(1.0, (total - step) / max(round(optim.decay * total), 1))
+    return optim.lr
 
 
 def prefix_right(right_AS: torch.Tensor, weight_AS: torch.Tensor) -> torch.Tensor:
@@ -72,19 +90,65 @@ def prefix_right(right_AS: torch.Tensor, weight_AS: torch.Tensor) -> torch.Tenso
     return run_AS.cumprod(dim=1).sum(dim=0)
 
 
-def train_step(engine, step: Step, ends: TargetEnds, chunk: int, lr: float) -> tuple[Sums, float]:
-    """One optimiser step: forward and backward of this rank's bins, then the update. Returns sums and gradient norm."""
+def train_step(engine, step: Step, ends: TargetEnds, chunk: int, lr: float, objective=Objective.decay) -> Sums:
+    """One optimiser step: forward and backward of this rank's bins, then the update. Nothing waits for the device."""
     loss = torch.zeros((), device=engine.device)
     right_S = None
     for number, batch in enumerate(step.batches):
         batch = to_device(batch, engine.device)
         batch.features_TF = batch.features_TF.to(engine.dtype)
-        result = block_loss(engine, batch, ends, chunk)
+        result = block_loss(engine, batch, ends, chunk, objective)
         engine.backward(result.loss, step.weight, last=number == len(step.batches) - 1)
         loss += result.loss.detach()
         counted_S = prefix_right(result.right_AS, batch.blocks.weight_AS)
         right_S = counted_S if right_S is None else right_S + counted_S
-    return Sums(loss, right_S), engine.step(lr)
+    return Sums(loss, right_S, engine.step(lr))
+
+
+class Stop:
+    """A wish to stop, from SIGTERM or SIGUSR1 (Slurm's warning). Ranks agree on it at a step's end."""
+
+    def __enter__(self):
+        self.wished = False
+        self.before = {n: signal.signal(n, self._note) for n in (signal.SIGTERM, signal.SIGUSR1)}
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, frame) -> None:
+        self.wished = True
+
+
+class SkipLimit:
+    """Counts the steps that were skipped because their gradient was not finite."""
+
+    def __init__(self, most: int):
+        self.most, self.total, self.in_a_row = most, 0, 0
+
+    def count(self, norms: list[float], step: int) -> None:
+        """norms of the steps up to `step`. Raises ValueError after too many in a row."""
+        for norm in norms:
+            self.in_a_row = 0 if math.isfinite(norm) else self.in_a_row + 1
+            self.total += not math.isfinite(norm)
+            if self.in_a_row >= self.most:
+                raise ValueError(
+                    f"optim.max_skips: {self.in_a_row} steps in a row before step {step} had a gradient that is not"
+                    f" finite, at most {self.most - 1} are skipped; lower optim.lr, or audit the cache"
+                )
+
+
+def read_ahead(steps: Steps, first: int, total: int, depth: int):
+    """Yield (step, seconds waited for it), read in a thread up to `depth` steps ahead."""
+    with ThreadPoolExecutor(1) as reader:
+        pending = deque()
+        for number in range(first, total):
+            while depth and len(pending) <= depth and number + len(pending) < total:
+                pending.append(reader.submit(steps.__getitem__, number + len(pending)))
+            began = time.perf_counter()
+            now = pending.popleft().result() if depth else steps[number]
+            yield now, time.perf_counter() - began
 
 
 def fit(
@@ -92,46 +156,95 @@ def fit(
 ) -> None:
     """Train to the last step, from the newest complete checkpoint if there is one.
 
-    training: what a checkpoint and an export say of where they come from.
+    training: what a checkpoint and an export say of where they come from. Raises SystemExit, after a checkpoint was
+    written, where a signal asked to stop.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    optim, store.reads_last = config.optim, config.optim.objective == Objective.distill
     rows, heldout = split_rows(store, config.data.heldout)
     weights = [source.weight for source in config.data.sources]
-    steps = Steps(store, rows, config.model, config.batch, config.seed, rank, world, weights)
-    total = config.optim.steps or config.optim.epochs * steps.per_epoch()
-    engine = make_engine(drafter, config.optim, config.engine, device)
-    folder, step, tau = config.folder / "checkpoints", 0, 0.0
+    steps = Steps(store, rows, config.model, config.batch, config.seed, rank, world, weights, optim.objective)
+    total = optim.steps or optim.epochs * steps.per_epoch()
+    engine = make_engine(drafter, optim, config.engine, device)
+    folder, step, tau, run_id = config.folder / "checkpoints", 0, 0.0, None
     if (path := checkpoint.latest(folder)) is not None:
         state, trainer = checkpoint.load(path)
         refuse_other_run(config, training, trainer, path)
-        step, tau = trainer["step"], trainer["tau"]
+        step, tau, run_id = trainer["step"], trainer["tau"], trainer.get("wandb")
         engine.load_state(state, step)
     if rank == 0:
         origin = f"resumed from {path}" if path else "from the start"
         print(f"train: {len(rows)} rows, {total} steps of {config.batch.rows_per_step}, {origin}", flush=True)
-    with Log(config.folder, config.log, config.name, describe(config), enabled=rank == 0) as log:
-        window, seconds = [], 0.0
-        while step < total:
-            began = time.perf_counter()
-            now, lr = steps[step], learning_rate(step, total, config.optim)
-            sums, norm = train_step(engine, now, ends, config.batch.chunk_slots, lr)
-            window.append((now, sums.reduce()))
+        print(f"normal is: {landmarks(drafter.config.vocab_size)}", flush=True)
+    skips = SkipLimit(optim.max_skips)
+    log = Log(config.folder, config.log, config.name, describe(config), rank == 0, run_id)
+    with log, Stop() as stop, profiler(config, rank) as trace:
+        window, seconds, waited, began = [], 0.0, 0.0, time.perf_counter()
+        for now, wait in read_ahead(steps, step, total, config.engine.prefetch):
+            lr = learning_rate(step, total, optim)
+            sums = train_step(engine, now, ends, config.batch.chunk_slots, lr, optim.objective)
+            stopping = sums.reduce(stop.wished)
+            window.append((now, sums))
             step += 1
-            seconds += time.perf_counter() - began
-            if step % config.log.every == 0 or step == total:
-                log.write(*train_line(step, total, window, lr, norm, seconds / len(window)))
-                window, seconds = [], 0.0
-            save = step % config.save_every == 0 or step == total
-            if (save or step % config.evaluate.every == 0) and rank == 0:
+            waited += wait
+            if trace is not None:
+                trace.step()
+            if step % config.log.every == 0 or step == total or stopping:
+                norms = torch.stack([sums.norm.float() for _, sums in window]).tolist()  # here the device is waited for
+                seconds = time.perf_counter() - began
+                flops = sum(useful_flops(drafter, now) for now, _ in window)
+                log.write(*train_line(step, total, window, lr, norms, flops, (seconds, waited), skips))
+                skips.count(norms, step)
+                window, waited, began = [], 0.0, time.perf_counter()
+            save = step % config.save_every == 0 or step == total or stopping
+            if (step % config.evaluate.every == 0 or (save and not stopping)) and rank == 0:
                 measured = heldout_measures(engine, ends, store, heldout[: config.evaluate.rows], config)
                 tau = measured["tau"]
                 log.write(*heldout_line(step, measured))
+                began = time.perf_counter()
             if save:
                 state = engine.state()
                 if rank == 0:
-                    trainer = {"step": step, "tau": tau, "config": describe(config), "training": training}
+                    measured_now = not stopping or step % config.evaluate.every == 0
+                    trainer = {
+                        "step": step,
+                        "tau": tau if measured_now else 0.0,
+                        "config": describe(config),
+                        "training": training,
+                    }
+                    trainer |= {"wandb": log.run_id, "skipped": skips.total}
                     checkpoint.save(folder, state, drafter.config, trainer, store.codec)
                     checkpoint.prune(folder, config.keep)
+                    print(f"saved: step {step} in {folder}", flush=True)
+                began = time.perf_counter()
+            if stopping and step < total:
+                raise SystemExit(f"stopped by a signal at step {step} of {total}; the same command goes on from there")
+
+
+def useful_flops(drafter: DFlashDraftModel, now: Step) -> float:
+    slots = now.num_anchors * drafter.block_size
+    return step_flops(drafter.config, drafter.fc.in_features, now.num_tokens, slots, now.num_weighted, now.num_pairs)
+
+
+def landmarks(vocab_size: int) -> str:
+    """By what a user tells a normal curve."""
+    return (
+        f"a loss near ln V = {math.log(vocab_size):.1f} at the start (model.init=random); slot 1 above slot 2 above"
+        " slot 3; a published run (Qwen3-8B, one layer, S = 16, 50,000 rows, 3 epochs) has tau_anchor 4.6 held out"
+        " (SpecForge #578)"
+    )
+
+
+def profiler(config: RunConfig, rank: int):
+    """A trace of a few steps of rank 0, for profile=true."""
+    if not config.profile or rank:
+        return contextlib.nullcontext()
+    from torch import profiler as torch_profiler
+
+    return torch_profiler.profile(
+        schedule=torch_profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda done: done.export_chrome_trace(str(config.folder / "profile.json")),
+    )
 
 
 def heldout_line(step: int, measured: dict) -> tuple[str, dict]:
@@ -140,11 +253,21 @@ def heldout_line(step: int, measured: dict) -> tuple[str, dict]:
     return line, {"step": step, **{f"heldout/{name}": value for name, value in measured.items()}}
 
 
-def train_line(step: int, total: int, window: list[tuple[Step, Sums]], lr: float, norm: float, seconds: float):
-    """The console line and the values of the steps since the last one."""
+def train_line(
+    step: int, total: int, window: list[tuple[Step, Sums]], lr: float, norms: list, flops: float, seconds, skips
+):
+    """The console line and the values of the steps since the last one.
+
+    flops: useful ones of these steps, on all ranks. seconds: (for these steps, of them waited for data).
+    """
     right_S = sum(sums.right_S for _, sums in window).double()
-    blocks = max(float(right_S[0]), 1.0)
-    slots = (right_S[1:] / blocks).tolist()
+    slots = (right_S[1:] / right_S[0].clamp(min=1)).tolist()
+    taken, waited = seconds
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    per_second = {
+        f"{name}_per_second_per_rank": sum(getattr(now, f"num_{name}") for now, _ in window) / taken / world
+        for name in ("tokens", "anchors")
+    }
     values = {
         "step": step,
         "epoch": window[-1][0].epoch,
@@ -152,19 +275,32 @@ def train_line(step: int, total: int, window: list[tuple[Step, Sums]], lr: float
         "tau_anchor": 1 + sum(slots),
         "slot_acceptance": slots,
         "lr": lr,
-        "grad_norm": norm,
-        "tokens_per_second": sum(now.num_tokens for now, _ in window) / len(window) / seconds,
-        "anchors_per_second": sum(now.num_anchors for now, _ in window) / len(window) / seconds,
+        "grad_norm": norms[-1],
+        **per_second,
+        "useful_flops_per_second_per_rank": flops / taken / world,
         "anchors_used": sum(now.num_anchors for now, _ in window) / sum(now.num_eligible for now, _ in window),
-        "seconds_per_step": seconds,
+        "seconds_per_step": taken / len(window),
+        "data_wait": waited / taken,
+        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else peak_memory_gb(),
+        "skipped_steps": skips.total,
     }
-    left = (total - step) * seconds
+    mfu = ""
+    if (peak := peak_flops()) is not None:
+        values["mfu"] = values["useful_flops_per_second_per_rank"] / peak
+        mfu = f"  MFU {values['mfu']:.0%}"
     line = (
         f"step {step}/{total}  loss {values['loss']:.3f}  tau_anchor {values['tau_anchor']:.2f}"
-        f"  slots {' '.join(f'{p:.2f}' for p in slots)}  {values['tokens_per_second']:.0f} tokens/s"
-        f"  lr {lr:.1e}  norm {norm:.2f}  {left / 60:.1f} min left"
+        f"  slots {' '.join(f'{p:.2f}' for p in slots)}  {values['tokens_per_second_per_rank']:.0f} tokens/s{mfu}"
+        f"  lr {lr:.1e}  norm {norms[-1]:.2f}  {(total - step) * values['seconds_per_step'] / 60:.1f} min left"
     )
+    if slots[0] > SUSPICIOUS and right_S[0] >= 100:
+        line += f"\nalarm: slot 1 is right in {slots[0]:.1%} of blocks; do the features or labels tell the answer?"
     return line, values
+
+
+def peak_memory_gb() -> float:
+    """This process's largest resident memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def refuse_other_run(config: RunConfig, training: dict, trainer: dict, path: Path) -> None:
