@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, Qwen3Config
 
 from .generate import Proposal, generate
@@ -213,6 +214,7 @@ class DFlashDraftModel(PreTrainedModel):
         self.mask_token_id = config.dflash_config["mask_token_id"]
         self.block_size = config.block_size
         self.theta = rope_theta(config)
+        self.recompute = False  # each layer in the backward pass, to save memory
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.fc = nn.Linear(len(self.taps) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -243,7 +245,10 @@ class DFlashDraftModel(PreTrainedModel):
         context_BTD = self.hidden_norm(self.fc(features_BTF))
         x_BQD = embeds_BQD
         for layer in self.layers:
-            x_BQD = layer(x_BQD, context_BTD, cos, sin, mask, cache)
+            if self.recompute and torch.is_grad_enabled():
+                x_BQD = checkpoint(layer, x_BQD, context_BTD, cos, sin, mask, cache, use_reentrant=False)
+            else:
+                x_BQD = layer(x_BQD, context_BTD, cos, sin, mask, cache)
         if cache is not None:
             cache.length += features_BTF.shape[1]
         return self.norm(x_BQD)

@@ -18,7 +18,7 @@ from dflash.model import DFlashDraftModel
 from dflash.objective import block_loss
 from train.config import EngineConfig, OptimConfig
 from train.data import Steps, make_batch
-from train.engine import DeepSpeedEngine, TorchEngine, param_groups, start_process_group
+from train.engine import DeepSpeedEngine, TorchEngine, make_engine, param_groups, start_process_group
 from train.trainer import train_step
 
 CPU = torch.device("cpu")
@@ -132,6 +132,18 @@ def test_gradient_and_weights_do_not_depend_on_budgets(cache, store, reference, 
     assert helpers.relative(gradient(states[1]), gradient(reference[1])) < 1e-5
     assert helpers.relative(weights(states[3]), weights(reference[3])) < 1e-6
     assert helpers.relative(update(states), update(reference)) < 1e-5
+
+
+def test_recomputed_layers_give_the_same_gradient(cache, store, reference):
+    """And they are recomputed: each layer runs twice a bin."""
+    config, drafter, ends = parts(cache)
+    engine = make_engine(drafter, optim(), EngineConfig(dtype="float32", checkpoint=True), CPU)
+    calls = []
+    drafter.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    step = steps(config, store, ONE_BIN)[0]
+    train_step(engine, step, ends, 64, RATES[0])
+    assert len(calls) == 2 * len(step.batches)
+    assert helpers.relative(gradient(engine.state()), gradient(reference[1])) < 1e-6
 
 
 def update(states):

@@ -224,6 +224,9 @@ class DeepSpeedEngine:
 
 def make_engine(drafter: nn.Module, optim: OptimConfig, engine: EngineConfig, device: torch.device):
     """The engine that the config names; `auto` takes torch for one process and deepspeed for several."""
+    drafter.recompute = engine.checkpoint
+    if engine.compile:
+        drafter.compile()
     several = dist.is_initialized() and dist.get_world_size() > 1
     kind = engine.kind
     if kind == EngineKind.auto:
