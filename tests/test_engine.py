@@ -139,7 +139,7 @@ def test_recomputed_layers_give_the_same_gradient(cache, store, reference):
     config, drafter, ends = parts(cache)
     engine = make_engine(drafter, optim(), EngineConfig(dtype="float32", checkpoint=True), CPU)
     calls = []
-    drafter.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    drafter.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     step = steps(config, store, ONE_BIN)[0]
     train_step(engine, step, ends, 64, RATES[0])
     assert len(calls) == 2 * len(step.batches)
