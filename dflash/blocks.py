@@ -139,5 +139,5 @@ def attention_mask(anchor_A, start_A, num_context: int, block_size: int, dense: 
     from torch.nn.attention.flex_attention import create_block_mask
 
     # Uncompiled, the builder would materialise the dense mask.
-    build = torch.compile(create_block_mask) if anchor_A.is_cuda else create_block_mask
+    build = torch.compile(create_block_mask, dynamic=False) if anchor_A.is_cuda else create_block_mask
     return build(predicate, None, None, num_query, num_context + num_query, device=anchor_A.device)

@@ -44,6 +44,24 @@ class BlockBatch:
     teacher_ND: torch.Tensor | None = None  # the target's last states that predict those slots, for `distill`
 
 
+def padded(batch: BlockBatch, num_tokens: int, num_anchors: int) -> BlockBatch:
+    """The same bin with so many context tokens and anchors: static shapes, which compiled kernels need.
+
+    What is added has no weight, and no slot with weight sees it. It stands behind the rest, so anchors stay in order.
+    """
+    blocks, more_T, more_A = batch.blocks, num_tokens - len(batch.position_T), num_anchors - len(batch.blocks.anchor_A)
+    assert more_T >= 0 and more_A >= 0
+    pad = torch.nn.functional.pad
+    filled = {  # an anchor behind all context, whose document starts there: it sees nothing but its own block
+        "anchor_A": pad(blocks.anchor_A, (0, more_A), value=num_tokens),
+        "start_A": pad(blocks.start_A, (0, more_A), value=num_tokens),
+        **{name: pad(getattr(blocks, name), (0, 0, 0, more_A)) for name in ("input_AS", "label_AS", "weight_AS")},
+        "position_AS": pad(blocks.position_AS, (0, 0, 0, more_A)),
+    }
+    features_TF, position_T = pad(batch.features_TF, (0, 0, 0, more_T)), pad(batch.position_T, (0, more_T))
+    return BlockBatch(features_TF, position_T, Blocks(**filled), batch.weighted_N, batch.teacher_ND)
+
+
 @dataclass
 class BlockLoss:
     """Sums of one bin. `loss` carries the gradient; `right_AS` tells which weighted slots were predicted."""

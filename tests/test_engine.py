@@ -16,7 +16,7 @@ from data_prep.prepare import Preparation
 from data_prep.store import Store
 from dflash.model import DFlashDraftModel
 from dflash.objective import block_loss
-from train.config import EngineConfig, OptimConfig
+from train.config import BatchConfig, EngineConfig, OptimConfig
 from train.data import Steps, make_batch
 from train.engine import DeepSpeedEngine, TorchEngine, make_engine, param_groups, start_process_group
 from train.trainer import train_step
@@ -66,7 +66,7 @@ def torch_states(cache, store, budgets, dtype="float32", count=3, **changes):
     engine = TorchEngine(drafter, optim(**changes), EngineConfig(dtype=dtype), CPU)
     states, loader = [engine.state()], steps(config, store, budgets)
     for number in range(count):
-        train_step(engine, loader[number], ends, 64, RATES[number])
+        train_step(engine, loader[number], ends, BatchConfig(chunk_slots=64), RATES[number])
         states.append(engine.state())
     return states
 
@@ -141,7 +141,7 @@ def test_recomputed_layers_give_the_same_gradient(cache, store, reference):
     calls = []
     drafter.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     step = steps(config, store, ONE_BIN)[0]
-    train_step(engine, step, ends, 64, RATES[0])
+    train_step(engine, step, ends, BatchConfig(chunk_slots=64), RATES[0])
     assert len(calls) == 2 * len(step.batches)
     assert helpers.relative(gradient(engine.state()), gradient(reference[1])) < 1e-6
 
@@ -190,7 +190,7 @@ def test_torch_training_leaves_the_targets_tables_alone(cache, store):
     config, drafter, ends = parts(cache)
     before = ends.embed_VD.clone(), ends.head_VD.clone()
     engine = TorchEngine(drafter, optim(), EngineConfig(dtype="bfloat16"), CPU)
-    train_step(engine, steps(config, store, MANY_BINS)[0], ends, 64, 1e-3)
+    train_step(engine, steps(config, store, MANY_BINS)[0], ends, BatchConfig(chunk_slots=64), 1e-3)
     assert torch.equal(before[0], ends.embed_VD) and torch.equal(before[1], ends.head_VD)
     assert all(p.dtype == torch.float32 for p in drafter.parameters())
     assert all(t.dtype == torch.float32 for t in engine.state().values())
@@ -200,7 +200,7 @@ def test_torch_state_survives_a_reload_bit_for_bit(cache, store, reference):
     config, drafter, ends = parts(cache)
     engine = TorchEngine(drafter, optim(), EngineConfig(dtype="float32"), CPU)
     engine.load_state(reference[2], step=2)
-    train_step(engine, steps(config, store, ONE_BIN)[2], ends, 64, RATES[2])
+    train_step(engine, steps(config, store, ONE_BIN)[2], ends, BatchConfig(chunk_slots=64), RATES[2])
     assert all(torch.equal(tensor, reference[3][name]) for name, tensor in engine.state().items())
 
 
@@ -257,7 +257,9 @@ def test_a_run_changes_engine_between_steps(cache, store, reference, deepspeed, 
     config, drafter, ends = parts(cache)
     engine = TorchEngine(drafter, optim(), EngineConfig(dtype="float32"), CPU)
     engine.load_state(found["2"], step=2)
-    train_step(engine, steps(config, store, ONE_BIN)[2], ends, 64, RATES[2])  # deepspeed, deepspeed, torch
+    train_step(
+        engine, steps(config, store, ONE_BIN)[2], ends, BatchConfig(chunk_slots=64), RATES[2]
+    )  # deepspeed, deepspeed, torch
     assert helpers.relative(engine.state(), weights(reference[3])) < 1e-5
 
 
@@ -275,10 +277,10 @@ def rank_main(cache: Path) -> None:
             step = loader[number]
             empty = [len(batch.weighted_N) == 0 for batch in step.batches]
             assert any(empty) == (rank == 1), "this step should have an empty bin on the second rank alone"
-            norm = train_step(engine, step, ends, 64, rate).norm
+            norm = train_step(engine, step, ends, BatchConfig(chunk_slots=64), rate).norm
             states[str(number + 1)] = engine.state() | {"norm": norm.float().clone()}
         engine.load_state(load_file(cache / "torch-2.safetensors"), step=2)
-        train_step(engine, loader[2], ends, 64, RATES[2])
+        train_step(engine, loader[2], ends, BatchConfig(chunk_slots=64), RATES[2])
         states["from-torch"] = engine.state()
         assert torch.equal(tables[0], ends.embed_VD) and torch.equal(tables[1], ends.head_VD)
         if rank == 0:

@@ -1,5 +1,5 @@
-"""Who starts the ranks, and how they end. References: Slurm's documented variables, a bare script's exit codes, and what
-the ranks print.
+"""Who starts the ranks, and how they end. References: Slurm's documented variables, a bare script's exit codes, and
+what the ranks print.
 """
 
 import json

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.regenerate import render
+from dflash.flops import step_flops
 from dflash.generate import generate
 from dflash.objective import ChunkedCrossEntropy
 from train.config import EngineConfig, OptimConfig
 from train.data import Step
 from train.engine import TorchEngine
 from train.evaluate import PromptResult, heldout_measures, loops, summarise, walk
-from train.flops import step_flops
 from train.trainer import SkipLimit, Sums, prefix_right, train_line
 
 CPU = torch.device("cpu")

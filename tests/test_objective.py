@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from helpers import MASK, eligible, pack, random_rows, reference_drafter, tiny_drafter, tiny_target
 
+from dflash import objective as objective_module
+from dflash.blocks import attention_mask
 from dflash.model import TargetEnds
-from dflash.objective import ChunkedCrossEntropy, Objective, block_loss
+from dflash.objective import ChunkedCrossEntropy, Objective, block_loss, padded
 
 S, GAMMA = 8, 4.0
 LENGTHS = [17, 5, 23]
@@ -90,6 +92,32 @@ def test_other_objectives_are_their_double_loops(drafter, case, kind, objective)
         assert out.loss.item() == pytest.approx(expected, rel=1e-5)
         for name, parameter in drafter.named_parameters():
             assert (parameter.grad - grads[name]).abs().max() < 2e-4 * grads[name].abs().max(), name
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_padding_to_static_shapes_changes_nothing(drafter, case, dense, monkeypatch):
+    """Loss, gradients and right slots of the bin as it is, by the grouped mask of the CPU and by the dense one."""
+    rows, anchors = case
+    batch, ends = pack(rows, anchors, S, GAMMA), ends_of("scaled")
+    filled = padded(batch, sum(LENGTHS) + 19, len(batch.blocks.anchor_A) + 5)
+    assert len(filled.position_T) == sum(LENGTHS) + 19 and filled.blocks.input_AS.shape == (
+        len(batch.blocks.anchor_A) + 5,
+        S,
+    )
+    if dense:
+        monkeypatch.setattr(objective_module, "grouped_mask", lambda *g: attention_mask(*g, dense=True))
+    results = []
+    for each in (batch, filled):
+        drafter.zero_grad()
+        out = block_loss(drafter, each, ends, 16)
+        out.loss.backward()
+        results.append((out, torch.cat([p.grad.flatten().clone() for p in drafter.parameters()])))
+    (one, grad), (other, grad_filled) = results
+    assert other.loss.item() == pytest.approx(one.loss.item(), rel=1e-6)
+    assert (grad - grad_filled).abs().max() < 1e-5 * grad.abs().max()
+    assert (
+        torch.equal(other.right_AS[: len(one.right_AS)], one.right_AS) and not other.right_AS[len(one.right_AS) :].any()
+    )
 
 
 def test_distilling_the_targets_own_states_is_at_its_minimum():

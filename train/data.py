@@ -17,7 +17,7 @@ import torch
 from data_prep.store import Row, Store
 from dflash.blocks import Blocks, eligible_anchors, make_blocks, sample_anchors
 from dflash.config import ModelConfig
-from dflash.objective import BlockBatch, Objective
+from dflash.objective import BlockBatch, Objective, padded
 from train.config import BatchConfig
 
 
@@ -172,11 +172,15 @@ class Steps:
         )
 
 
-def to_device(batch: BlockBatch, device: torch.device) -> BlockBatch:
-    """The batch with all its tensors on the device."""
+def to_device(batch: BlockBatch, device: torch.device, budgets: BatchConfig) -> BlockBatch:
+    """The batch with all its tensors on the device; on a GPU filled up to the budgets, so that shapes are static."""
     if device.type == "cpu":
         return batch
-    move = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
+    batch = padded(batch, budgets.bin_tokens, budgets.bin_anchors)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor if tensor.is_cuda else tensor.pin_memory()).to(device, non_blocking=True)
+
     blocks = type(batch.blocks)(**{name: move(tensor) for name, tensor in vars(batch.blocks).items()})
     teacher_ND = None if batch.teacher_ND is None else move(batch.teacher_ND)
     return BlockBatch(move(batch.features_TF), move(batch.position_T), blocks, move(batch.weighted_N), teacher_ND)

@@ -40,7 +40,7 @@ def heldout_measures(drafter, ends: TargetEnds, store: Store, rows: list[int], c
         anchor_A = eligible_anchors(row.loss_mask_T)
         accepted, right_AS, whole_A = [], [], []
         for part_A in anchor_A.split(config.batch.bin_anchors):
-            batch = to_device(make_batch([row], [part_A], config.model), drafter.device)
+            batch = to_device(make_batch([row], [part_A], config.model), drafter.device, config.batch)
             batch.features_TF = batch.features_TF.to(drafter.dtype)
             result = block_loss(drafter, batch, ends, config.batch.chunk_slots)
             run_AS = result.right_AS[:, 1:].long().cumprod(dim=1).cpu()

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from data_prep.codec import Codec
 from data_prep.prepare import describe
 from data_prep.store import Store
+from dflash.flops import peak_flops, step_flops
 from dflash.model import DFlashDraftModel, TargetEnds
 from dflash.objective import Objective, block_loss
 from train import checkpoint
-from train.config import OptimConfig, RunConfig, Schedule
+from train.config import BatchConfig, OptimConfig, RunConfig, Schedule
 from train.data import Step, Steps, split_rows, to_device
 from train.engine import make_engine
 from train.evaluate import heldout_measures
-from train.flops import peak_flops, step_flops
 from train.log import Log
 
 SUSPICIOUS = 0.97  # share of blocks with a right slot 1 that no published drafter reaches
@@ -90,14 +90,16 @@ def prefix_right(right_AS: torch.Tensor, weight_AS: torch.Tensor) -> torch.Tenso
     return run_AS.cumprod(dim=1).sum(dim=0)
 
 
-def train_step(engine, step: Step, ends: TargetEnds, chunk: int, lr: float, objective=Objective.decay) -> Sums:
+def train_step(
+    engine, step: Step, ends: TargetEnds, budgets: BatchConfig, lr: float, objective=Objective.decay
+) -> Sums:
     """One optimiser step: forward and backward of this rank's bins, then the update. Nothing waits for the device."""
     loss = torch.zeros((), device=engine.device)
     right_S = None
     for number, batch in enumerate(step.batches):
-        batch = to_device(batch, engine.device)
+        batch = to_device(batch, engine.device, budgets)
         batch.features_TF = batch.features_TF.to(engine.dtype)
-        result = block_loss(engine, batch, ends, chunk, objective)
+        result = block_loss(engine, batch, ends, budgets.chunk_slots, objective)
         engine.backward(result.loss, step.weight, last=number == len(step.batches) - 1)
         loss += result.loss.detach()
         counted_S = prefix_right(result.right_AS, batch.blocks.weight_AS)
@@ -182,7 +184,7 @@ def fit(
         window, seconds, waited, began = [], 0.0, 0.0, time.perf_counter()
         for now, wait in read_ahead(steps, step, total, config.engine.prefetch):
             lr = learning_rate(step, total, optim)
-            sums = train_step(engine, now, ends, config.batch.chunk_slots, lr, optim.objective)
+            sums = train_step(engine, now, ends, config.batch, lr, optim.objective)
             stopping = sums.reduce(stop.wished)
             window.append((now, sums))
             step += 1

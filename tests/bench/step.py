@@ -29,12 +29,12 @@ from transformers import Qwen3Config  # noqa: E402
 
 from dflash.blocks import decay_weights, eligible_anchors, visible  # noqa: E402
 from dflash.config import ModelConfig  # noqa: E402
+from dflash.flops import step_flops  # noqa: E402
 from dflash.model import DFlashDraftModel, TargetEnds  # noqa: E402
 from dflash.objective import block_loss  # noqa: E402
 from train.config import EngineConfig, OptimConfig  # noqa: E402
 from train.data import make_batch, pack  # noqa: E402
 from train.engine import TorchEngine  # noqa: E402
-from train.flops import step_flops  # noqa: E402
 
 HIDDEN, VOCAB, TAPS, GAMMA, MASK = 576, 49_152, 5, 7.0, 4
 
