@@ -34,7 +34,7 @@ test: setup .venv/transformers4  ## the test suite
 test-serve: setup .venv/vllm  ## real engines against ours, in Pythons of their own
 	$(BIN)/python -m pytest tests/serve
 
-# vLLM for CPUs: some 5 minutes and 3.4 GB.
+# vLLM for CPUs: 2 to 5 minutes and 3.4 GB.
 .venv/vllm: .venv/vllm/ready
 .venv/vllm/ready: tests/serve/install_vllm.sh
 	rm -rf $(@D)

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,7 +47,7 @@ class VllmFeatures:
     def __init__(self, python: str, target: str, taps: list[int], dtype: str, max_length: int, options: dict):
         taken = sorted(set(options) & set(OURS))
         if taken:
-            raise ValueError(f"cache.options: found {', '.join(taken)}, expected none of what capture sets; remove it")
+            raise ValueError(f"cache.engine: found {', '.join(taken)}, expected none of what capture sets; remove it")
         self.python, self.width, self.dtype, self.max_length = python, len(taps), getattr(torch, dtype), max_length
         self.folder = tempfile.TemporaryDirectory(prefix="dflash-vllm-")
         self.log = Path(self.folder.name) / "stderr"
@@ -73,7 +74,7 @@ class VllmFeatures:
         Raises ValueError where vLLM answers with other tokens, fewer states or another dtype than asked for.
         """
         assert all(0 < len(row) <= self.max_length for row in rows)
-        paths = self._ask({"rows": rows})["paths"] if rows else []
+        paths = self._ask({"rows": rows})["paths"]
         return [self._read(Path(path), row) for path, row in zip(paths, rows, strict=True)]
 
     def _read(self, path: Path, row: list[int]) -> torch.Tensor:
@@ -85,7 +86,7 @@ class VllmFeatures:
         if states_TND.shape[:2] != (len(row), self.width) or states_TND.dtype != self.dtype:
             raise ValueError(
                 f"capture: vLLM gave {states_TND.dtype} states {tuple(states_TND.shape)} for {len(row)} tokens,"
-                f" expected {self.dtype} and {self.width} taps of each token; use a vLLM that the README names"
+                f" expected {self.dtype} and {self.width} taps of each token; vLLM 0.32 is known to give them"
             )
         return states_TND.flatten(1)
 
@@ -108,8 +109,11 @@ class VllmFeatures:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)  # of itself it gives shared memory back
+            self.process.wait(20)
         with contextlib.suppress(ProcessLookupError):
+            for _ in range(20):  # the last of its group gives shared memory back
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.1)
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process.stdout.close()
@@ -124,8 +128,8 @@ class VllmFeatures:
 
 def last_error(log: str) -> str:
     """The last error that a log names and that does not point at another one, in one line, or else its last line."""
-    errors = re.findall(r"^.*\w(?:Error|Exception): (?!.*root cause).*(?:\n[ \t]+\S.*)?", log, re.MULTILINE)
-    return " ".join((errors or log.splitlines() or ["it wrote nothing"])[-1].split())
+    errors = re.findall(r"[\w.]*\w(?:Error|Exception): (?!.*root cause).*(?:\n[ \t]+\S.*)?", log)
+    return " ".join((errors or log.splitlines() or ["it wrote nothing"])[-1].split())[:300]
 
 
 def __getattr__(name: str):

@@ -137,6 +137,10 @@ class CacheConfig:
         check_least("cache", self, shard_tokens=1, batch_tokens=1, threads=1, rank=1, fit_tokens=1, check_rows=0)
         if self.backend == Backend.vllm and not self.python:
             raise ValueError("cache.python: nothing found, expected the Python that has vLLM, for cache.backend=vllm")
+        if self.backend == Backend.vllm and self.last:
+            raise ValueError(
+                "cache.last: found true, expected false with cache.backend=vllm, which gives no normed last state"
+            )
         if self.mode == CacheMode.online and self.codec != CodecKind.bf16:
             raise ValueError(
                 f"cache.codec: found {self.codec.value} with cache.mode=online, expected bf16: none stored"

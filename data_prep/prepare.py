@@ -28,6 +28,7 @@ from data_prep.prompts import collect, prompt_of, read_rows, source_identity
 from data_prep.regenerate import WINDOW, regenerate, render, stop_ids
 from data_prep.store import MANIFEST, SCHEMA, Store, write_rows
 from dflash.config import ModelConfig, drafter_config
+from dflash.released import adopt, read_released
 from dflash.target import features, load_target
 
 IN_PROCESS_PARAMETERS = 1_000_000_000  # a larger target answers too slowly without a serving engine
@@ -45,6 +46,16 @@ class Preparation:
         if not self.tokenizer.chat_template:
             raise ValueError(f"model.target: {model.target} has no chat template, expected a chat model")
         self.drafter = drafter_config(self.target_config, model)
+        self.released = None
+        if model.init_from is not None:
+            if cache.codec == CodecKind.lowrank:
+                raise ValueError(
+                    "cache.codec: found lowrank with model.init_from, expected bf16 or int8: the released drafter's fc"
+                    " reads all features, of which a low-rank cache keeps a part"
+                )
+            self.released = read_released(model.init_from)
+            self.released.check(model)
+            self.drafter = adopt(self.drafter, self.released)
         self.taps = self.drafter.dflash_config["target_layer_ids"]
         num_features = len(self.taps) * self.drafter.hidden_size
         self.bytes_per_token = bytes_per_token(cache, num_features) + cache.last * 2 * self.drafter.hidden_size
@@ -289,7 +300,9 @@ class Preparation:
         from data_prep.capture_vllm import VllmFeatures
 
         longest = self.encode().manifest["longest"]
-        with VllmFeatures(cache.python, self.target, self.taps, cache.dtype, longest, cache.engine) as run:
+        options = {"revision": self.model.revision, "trust_remote_code": self.model.trust_remote_code, **cache.engine}
+        options = {name: value for name, value in options.items() if value}
+        with VllmFeatures(cache.python, self.target, self.taps, cache.dtype, longest, options) as run:
             self._compare_backend(run)
             yield lambda ids: [(states_TF,) for states_TF in run(ids)]
 

@@ -53,6 +53,7 @@ class ModelConfig:
     taps: list[int] = field(default_factory=list)  # target layers whose output is read, 0-based; empty: spread evenly
     num_taps: int = 5  # how many, where taps is empty
     init: Init = Init.random  # what the layers start from; `target` needs the target's own shapes
+    init_from: str | None = None  # start from this drafter instead: a folder or Hub id, z-lab's or speculators' format
     mask_token_id: int = -1  # an unused row of the target's embedding; must be given
     gamma: float | None = None  # decay of the slot weights; empty: 7 / 5 / 4 for blocks of 16 / 10 / 8, else S / 2.2
     intermediate_size: int | None = None  # MLP width of the drafter; empty: the target's

