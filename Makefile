@@ -46,6 +46,8 @@ mutants: setup  ## plant one fault at a time, and see the named test fail
 
 bench: setup  ## both sides of every speed claim, and their ratio
 	$(BIN)/python tests/bench/decode.py
+	$(BIN)/python tests/bench/step.py
+	$(BIN)/python tests/bench/capture.py
 
 check: setup  ## format, lint
 	$(BIN)/ruff format --check .

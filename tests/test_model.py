@@ -183,6 +183,8 @@ def test_features_are_hf_hidden_states(kind):
         assert alone.shape == together.shape == (len(row), 5 * 48)
         assert torch.equal(alone, expected)
         assert (together - expected).abs().max() < 1e-4
+        (_, last), states = features(target, [row], taps, last=True)[0], states[-1][0]  # behind the final norm
+        assert (last - states).abs().max() < 1e-5
     (some,) = features(target, rows[:1], [1, 4])[0]
     states = target(torch.tensor(rows[:1]), output_hidden_states=True).hidden_states
     assert torch.equal(some, torch.cat((states[2][0], states[5][0]), dim=-1))
