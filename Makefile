@@ -5,7 +5,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
 export TOKENIZERS_PARALLELISM := false
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup demo test test-serve mutants bench check format
+.PHONY: help setup demo test test-long test-serve mutants bench check format
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,9 @@ demo: setup  ## a real model, a drafter trained for it, both measured: about 20 
 
 test: setup .venv/transformers4  ## the test suite
 	$(BIN)/python -m pytest
+
+test-long: setup  ## kill -9 at random moments, and whole grids: some 8 minutes
+	$(BIN)/python -m pytest tests/long
 
 # Transformers 4.57.1 beside the environment, for the test that exports load there too.
 .venv/transformers4: .venv/ready

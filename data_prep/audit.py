@@ -54,7 +54,10 @@ def check_cache(store: Store, recipe: dict, name: str, deep: bool = False) -> No
     faults = []
     for file in (INDEX, CODEC):
         if (record := store.manifest["files"][file]) != file_digest(store.folder / file):
-            faults.append(f"{file}: its sha256 is not {record[:12]}, as in {MANIFEST}")
+            more = "" if file == INDEX else " (all shards depend on it: move the folder away)"
+            faults.append(f"{file}: its sha256 is not {record[:12]}, as in {MANIFEST}{more}")
+            if deep and file == INDEX:
+                (store.folder / file).rename(store.folder / f"{file}.damaged")
     for number in range(len(store.first_rows) - 1):
         if fault := check_shard(store, number, name, deep):
             faults.append(f"shard {number}: {fault}")

@@ -24,7 +24,15 @@ from tqdm import tqdm
 
 from data_prep.codec import Codec, fit_codec
 from data_prep.config import CacheConfig, CodecKind
-from data_prep.files import file_digest, is_abandoned, read_json, remove_abandoned, write_json
+from data_prep.files import (
+    file_digest,
+    flush,
+    is_abandoned,
+    part_path,
+    read_json,
+    remove_abandoned,
+    write_json,
+)
 from data_prep.store import CODEC, INDEX, MANIFEST, SCHEMA, Row, Store, shard_path, write_shard
 
 
@@ -75,7 +83,8 @@ class Claims:
                 continue
             self.mine = self.folder / f"{path.stem}.claim@{socket.gethostname()}@{os.getpid()}"
             self.mine.touch()
-            if not path.with_suffix(".json").exists():  # else another one has just finished it
+            first = min(self.folder.glob(f"{path.stem}.claim@*"), key=lambda claim: claim.name, default=self.mine)
+            if first == self.mine and not path.with_suffix(".json").exists():  # else another was faster, or has it done
                 return number
             self.mine.unlink()
         return None
@@ -114,6 +123,7 @@ def capture(rows: Store, folder: Path, recipe: dict, name: str, config: CacheCon
     """
     num_shards = len(rows.first_rows) - 1
     if (folder / MANIFEST).exists():
+        copy_index(rows, folder)  # where it was lost or damaged
         Store(folder).require(recipe)
         if len(records(folder, num_shards)) == num_shards:
             return Store(folder)
@@ -171,11 +181,20 @@ def _finish(folder: Path, number: int, claim: Path, part: list[Row], name: str, 
     claim.unlink(missing_ok=True)
 
 
+def copy_index(rows: Store, folder: Path) -> None:
+    """The rows' index beside the shards, unless it is there; whole at any moment, as others may read it."""
+    if not (folder / INDEX).exists() or file_digest(folder / INDEX) != file_digest(rows.folder / INDEX):
+        part = part_path(folder / INDEX)
+        shutil.copy(rows.folder / INDEX, part)
+        flush(part)
+        part.rename(folder / INDEX)
+
+
 def complete(rows: Store, folder: Path, recipe: dict) -> None:
     """Write the manifest over all recorded shards; what stood for them while they came is removed."""
     num_shards = len(rows.first_rows) - 1
     done = records(folder, num_shards)
-    shutil.copy(rows.folder / INDEX, folder / INDEX)
+    copy_index(rows, folder)
     codec = Codec.load(folder / CODEC)
     manifest = {name: rows.manifest[name] for name in ("first_rows", "longest", "report", "tokens")}
     manifest |= {"schema": SCHEMA, "recipe": recipe, "shards": [done[n] for n in range(num_shards)]}

@@ -62,6 +62,7 @@ class Source:
     path: str = ""
     split: str = "train"  # of a data set with splits
     subset: str | None = None  # a Hub data set's configuration
+    revision: str | None = None  # a Hub data set's commit; empty: the newest when the cache first meets it
     limit: int | None = None  # only the first rows
     weight: float = 1.0  # how often its rows are seen in an epoch: 2 twice, 0.5 every other time
     streaming: bool = False  # read a Hub data set as it comes, without a copy on disk
@@ -81,7 +82,7 @@ class DataConfig:
     path: str = ""
     split: str = "train"  # of a data set with splits
     limit: int | None = None  # only the first rows, over all sources
-    sources: list[Source] = field(default_factory=list)  # several data sets instead of path
+    sources: list[Source] = field(default_factory=list)  # several data sets, instead of path and split
     dedup: bool = True  # drop rows whose prompt stood before
     answers: Answers = Answers.target  # let the target answer, or take the answers that stand in the data
     server: list[str] = field(default_factory=list)  # OpenAI-compatible base URLs that serve the target
@@ -101,10 +102,7 @@ class DataConfig:
 
     def __post_init__(self):
         check_dtype("data.dtype", self.dtype)
-        if not self.sources:
-            self.sources = [Source(self.path, self.split)]
-        elif self.path:
-            raise ValueError(f"data.path: found {self.path} beside data.sources, expected one of the two")
+        self.sources = self.sources or [Source(self.path, self.split)]
         if not 0 < self.heldout < 1:
             raise ValueError(f"data.heldout: found {self.heldout}, expected a share between 0 and 1")
         if not 0 < self.top_p <= 1:

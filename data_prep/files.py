@@ -1,5 +1,6 @@
 """Small files written whole or not at all, and names that are hashes of what determines the content."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,11 +22,12 @@ def is_abandoned(path: Path) -> bool:
     *_, host, pid = path.name.split("@")
     try:
         if host == socket.gethostname():
-            os.kill(int(pid), 0)
+            with contextlib.suppress(PermissionError):  # another user's process: only its silence tells
+                os.kill(int(pid), 0)
         return time.time() - path.stat().st_mtime > STALE_SECONDS
     except ProcessLookupError:
         return True
-    except (FileNotFoundError, PermissionError):  # gone meanwhile, or alive and another user's
+    except FileNotFoundError:  # gone meanwhile
         return False
 
 
@@ -67,10 +69,11 @@ class JsonLines:
         self.path = path
 
     def __iter__(self) -> Iterator[dict]:
-        with self.path.open() as lines:
+        with self.path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    yield json.loads(line)
+                    if line.strip():
+                        yield json.loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(
                         f"{self.path}, row {number}: not JSON ({error}), expected one object a line"

@@ -23,8 +23,8 @@ from data_prep.demo.target import NAME as DEMO_TARGET
 from data_prep.demo.target import ORIGIN as DEMO_ORIGIN
 from data_prep.demo.target import demo_target
 from data_prep.encode import describe_report, encode_row, encode_rows
-from data_prep.files import JsonLines, digest, part_path, sampled_digest, write_json
-from data_prep.prompts import collect, prompt_of, read_rows, source_identity
+from data_prep.files import JsonLines, digest, is_abandoned, part_path, sampled_digest, write_json
+from data_prep.prompts import collect, local_path, prompt_of, read_rows, source_identity
 from data_prep.regenerate import WINDOW, regenerate, render, stop_ids
 from data_prep.store import MANIFEST, SCHEMA, Store, write_rows
 from dflash.config import ModelConfig, drafter_config
@@ -137,7 +137,7 @@ class Preparation:
 
     @functools.cached_property
     def data_recipe(self) -> dict:
-        sources = [source_identity(source) for source in self.data.sources]
+        sources = [source_identity(source, self.cache.dir) for source in self.data.sources]
         return {"sources": sources, "limit": self.data.limit, "dedup": self.data.dedup}
 
     @functools.cached_property
@@ -258,6 +258,12 @@ class Preparation:
         if not (self.rows_folder / MANIFEST).exists():
             self._encode_into(self.rows_folder)
         store = Store(self.rows_folder)
+        print(f"encode: {describe_report(store.manifest['report'])}", flush=True)
+        self._check_rows(store)
+        return store
+
+    def _check_rows(self, store: Store) -> None:
+        """What may change without making the cache anew: mask token and held-out share."""
         seen, mask = store.index["seen"], self.model.mask_token_id
         if len(seen) > self.drafter.vocab_size:
             raise ValueError(
@@ -266,17 +272,19 @@ class Preparation:
         if mask < len(seen) and seen[mask]:
             raise ValueError(f"model.mask_token_id: {mask} stands in the data, expected an unused token")
         heldout = int(store.heldout(self.data.heldout).sum())
-        print(f"encode: {describe_report(store.manifest['report'])}\n  {heldout} rows held out", flush=True)
+        print(f"data: {len(store) - heldout} rows to train on, {heldout} held out", flush=True)
         if not 0 < heldout < len(store):
             raise ValueError(
                 f"data.heldout: {heldout} of {len(store)} rows held out at a share of {self.data.heldout}, expected"
                 " some and not all; raise or lower it"
             )
-        return store
 
     def _encode_into(self, folder: Path) -> None:
         report, part = Counter(self.rows[1]), part_path(folder)
         rows = self.answer()
+        for old in folder.parent.glob("rows-*.part@*"):
+            if old == part or is_abandoned(old):
+                shutil.rmtree(old, ignore_errors=True)
         part.mkdir(parents=True)
         try:
             written = write_rows(
@@ -294,32 +302,43 @@ class Preparation:
         """run(rows of ids) -> [(features [T, F],)] by the configured backend; with cache.last also [T, D]."""
         cache = self.cache
         if cache.backend == Backend.transformers or cache.mode == CacheMode.online:
-            target = self.load_target(cache.dtype)
-            yield lambda ids: features(target, ids, self.taps, cache.last)
+            target = [self.load_target(cache.dtype)]
+            yield lambda ids: features(target[0], ids, self.taps, cache.last)
+            target.clear()  # its memory is for the training
+            torch.cuda.empty_cache()
             return
         from data_prep.capture_vllm import VllmFeatures
 
         longest = self.encode().manifest["longest"]
         options = {"revision": self.model.revision, "trust_remote_code": self.model.trust_remote_code, **cache.engine}
         options = {name: value for name, value in options.items() if value}
+        expected = self._states_of_first_rows()  # before vLLM takes the memory
         with VllmFeatures(cache.python, self.target, self.taps, cache.dtype, longest, options) as run:
-            self._compare_backend(run)
+            self._compare_backend(run, expected)
             yield lambda ids: [(states_TF,) for states_TF in run(ids)]
 
-    def _compare_backend(self, run) -> None:
-        """Raise ValueError where another backend's states are not those of Transformers on the first rows."""
-        rows, most = Store(self.rows_folder), 1e-4 if self.cache.dtype == "float32" else 0.03
+    def _states_of_first_rows(self) -> list[tuple[str, list[int], torch.Tensor]]:
+        """(row id, token ids, features) of cache.check_rows rows, by Transformers."""
+        rows, out = Store(self.rows_folder), []
         target = self.load_target(self.cache.dtype) if self.cache.check_rows else None
         for i in range(min(self.cache.check_rows, len(rows))):
             ids = rows.row(i, features=False).ids_T.tolist()
-            (mine,) = features(target, [ids], self.taps)[0]
-            error = float((run([ids])[0].float() - mine.cpu().float()).norm() / mine.float().norm())
+            out.append((rows.row_id(i), ids, features(target, [ids], self.taps)[0][0].cpu().float()))
+        del target
+        torch.cuda.empty_cache()
+        return out
+
+    def _compare_backend(self, run, expected) -> None:
+        """Raise ValueError where another backend's states are not those of Transformers."""
+        most = 1e-4 if self.cache.dtype == "float32" else 0.03
+        for name, ids, states_TF in expected:
+            error = float((run([ids])[0].float() - states_TF).norm() / states_TF.norm())
             if not error <= most:
                 raise ValueError(
-                    f"cache.backend: row {rows.row_id(i)}: {self.cache.backend.value}'s states differ by {error:.3g} of"
-                    f" their norm from those of Transformers, at most {most} expected"
+                    f"cache.backend: row {name}: {self.cache.backend.value}'s states differ by {error:.3g} of their"
+                    f" norm from those of Transformers, at most {most} expected"
                 )
-            print(f"capture: {self.cache.backend.value} and Transformers differ by {error:.1e} on row {rows.row_id(i)}")
+            print(f"capture: {self.cache.backend.value} and Transformers differ by {error:.1e} on row {name}")
 
     def features(self) -> Store:
         """The store that training reads; online, the encoded rows."""
@@ -328,6 +347,7 @@ class Preparation:
         if (self.features_folder / MANIFEST).exists():
             store = Store(self.features_folder)
             check_cache(store, self.features_recipe, self.features_name)
+            self._check_rows(store)
             return store
         return self.capture()
 
@@ -362,7 +382,7 @@ def check(model: ModelConfig, data: DataConfig, cache: CacheConfig) -> None:
         print(f"checked: target config, tokenizer, template; stop tokens {sorted(preparation.stops)}")
     num_rows = 0
     for source in data.sources:
-        if Path(source.path).suffix == ".jsonl" or Path(source.path).exists():
+        if local_path(source).exists():
             found = sum(1 for _ in read_rows(DataConfig(sources=[source], limit=data.limit)))
             print(f"checked: {found} rows of {source.path}")
         else:

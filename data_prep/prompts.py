@@ -57,18 +57,30 @@ def prompt_of(row: dict) -> list:
     return messages[:first]
 
 
-def source_identity(source: Source) -> list:
-    """What names the content of a source: the hash of its files, or the commit of a Hub data set."""
-    path, settings = _local(source), [source.split, source.subset, source.limit]
+def source_identity(source: Source, cache_dir: Path) -> list:
+    """What names the content of a source: the hash of its files, or the commit of a Hub data set, which becomes its
+    `revision`. A commit that was looked up is kept in the cache: nodes without network then mean the same."""
+    path, settings = local_path(source), [source.split, source.subset, source.limit]
     if path.exists():
         files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
         return [*settings, *([str(file.relative_to(path)), file_digest(file)] for file in files)]
     from huggingface_hub import HfApi
 
-    try:
-        return [*settings, source.path, HfApi().dataset_info(source.path).sha]
-    except Exception:  # offline: a copy in the hub's cache has its fingerprint
-        return [*settings, source.path, _dataset(source)._fingerprint]
+    known_path = cache_dir / "hub_commits.json"
+    known = read_json(known_path) if known_path.exists() else {}
+    if source.revision is None and source.path not in known:
+        try:
+            known[source.path] = HfApi().dataset_info(source.path).sha
+        except Exception as error:  # of many kinds, by the hub's version
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"data.path: {source.path} is no file, and the Hub does not tell its commit ({reason}); name a file, or"
+                " give data.sources with a revision"
+            ) from None
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        write_json(known_path, known)
+    source.revision = source.revision or known[source.path]
+    return [*settings, source.path, source.revision]
 
 
 def collect(config: DataConfig, folder: Path) -> tuple[JsonLines, dict]:
@@ -79,13 +91,16 @@ def collect(config: DataConfig, folder: Path) -> tuple[JsonLines, dict]:
         report, part = Counter(), part_path(path)
         with part.open("w") as out:
             for row in read_rows(config, report):
-                out.write(json_line(row))
+                try:
+                    out.write(json_line(row))
+                except UnicodeEncodeError as error:
+                    raise ValueError(f"data.path: row {row['id']} is not Unicode text ({error}); mend it") from None
         part.rename(path)
         write_json(folder / "report.json", report)
     return JsonLines(path), read_json(folder / "report.json")
 
 
-def _local(source: Source) -> Path:
+def local_path(source: Source) -> Path:
     """The source's path, which need not exist: it may be a name on the Hub, unless it is spelt as a file."""
     path = Path(source.path)
     if not path.exists() and path.suffix in (".jsonl", ".json", ".parquet", ".arrow"):
@@ -94,7 +109,7 @@ def _local(source: Source) -> Path:
 
 
 def _open(source: Source) -> Iterator[dict]:
-    path = _local(source)
+    path = local_path(source)
     if path.suffix in (".jsonl", ".json"):
         return iter(JsonLines(path))
     return iter(_dataset(source))
@@ -111,7 +126,9 @@ def _dataset(source: Source):
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             found = datasets.load_from_disk(str(path))
             return found[source.split] if isinstance(found, datasets.DatasetDict) else found
-        return datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
+        return datasets.load_dataset(
+            source.path, source.subset, split=source.split, streaming=source.streaming, revision=source.revision
+        )
     except (OSError, ConnectionError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"data.path: {source.path} could not be loaded ({reason}); name a local file") from None
@@ -126,6 +143,8 @@ def _normal(row: dict, where: str) -> dict:
         row.pop("tools", None)
     if "input_ids" in row:
         ids, mask = row["input_ids"], row.get("loss_mask")
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+            raise ValueError(f"{where}: input_ids {str(ids)[:60]} found, expected a list of token ids; mend the row")
         if not isinstance(mask, list) or len(mask) != len(ids) or not set(mask) <= {0, 1}:
             raise ValueError(f"{where}: input_ids without a loss_mask of 0 and 1 for each; give both")
         return row
@@ -150,6 +169,8 @@ def _normal(row: dict, where: str) -> dict:
         if fits and message.get("tool_calls"):
             message.setdefault("content", "")
             for call in message["tool_calls"]:
+                if not isinstance(call, dict):
+                    raise ValueError(f"{where}: tool call {str(call)[:60]!r} found, expected an object with a function")
                 _parse_arguments(call.get("function", call), where)
         elif fits:
             message.pop("tool_calls", None)  # an empty list: templates ask whether the key is there

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: python put data_prep/ on the path, the packages lie one above
@@ -68,6 +68,8 @@ def _unknown_key(schema: type, overrides: list[str]) -> str | None:
     for key in (override.lstrip("+~").split("=")[0] for override in overrides):
         known = schema
         for part in key.split("."):
+            if get_origin(known) is dict:  # free: passed on to a library
+                break
             names = {item.name: item.type for item in fields(known)} if is_dataclass(known) else {}
             if part not in names:
                 near = difflib.get_close_matches(part, names, n=1)

@@ -15,6 +15,7 @@ is there is whole.
 import bisect
 import functools
 import json
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,9 +136,12 @@ class Store:
         if (found := self.manifest.get("schema")) != SCHEMA:
             raise ValueError(f"cache: {folder} has schema {found}, expected {SCHEMA}; prepare it anew")
         self.first_rows = self.manifest["first_rows"]  # of each shard, then the number of rows
-        with safe_open(self.folder / INDEX, framework="pt") as index:
-            self.index = {name: index.get_tensor(name) for name in index.keys()}
-        self.codec = Codec.load(self.folder / CODEC) if (self.folder / CODEC).exists() else None
+        try:
+            with safe_open(self.folder / INDEX, framework="pt") as index:
+                self.index = {name: index.get_tensor(name) for name in index.keys()}
+            self.codec = Codec.load(self.folder / CODEC) if (self.folder / CODEC).exists() else None
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"cache: {INDEX} or {CODEC} of {folder} cannot be read ({error}); move it away") from None
         self.reads_last = False  # whether rows come with `last_TD`
         self.shard = functools.lru_cache(OPEN_SHARDS)(self._open)
 
@@ -192,11 +196,12 @@ class Online(Store):
 
     def __init__(self, folder: Path, run):
         super().__init__(folder)
-        self.run, self.codec = run, Codec(torch.float32)
+        self.run, self.codec, self.lock = run, Codec(torch.float32), threading.Lock()
 
     def row(self, index: int, features: bool = True) -> Row:
         row = super().row(index, features=False)
         if features:
-            row.features_TF, *last = self.run([row.ids_T.tolist()])[0]
+            with self.lock:  # the reading thread and a measure may ask at once, and the target's hooks serve one
+                row.features_TF, *last = self.run([row.ids_T.tolist()])[0]
             row.last_TD = last[0] if self.reads_last else None
         return row

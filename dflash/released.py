@@ -52,9 +52,9 @@ class Released:
         return {name: self.config[name] for name in GEOMETRY} | {"rope_theta": float(theta.pop())}
 
 
-def read_released(path: str, revision: str | None = None) -> Released:
+def read_released(path: str) -> Released:
     """Read a released drafter. Raises ValueError for one that our drafters cannot be."""
-    config = json.loads(Path(cached_file(path, "config.json", revision=revision)).read_text())
+    config = json.loads(Path(cached_file(path, "config.json")).read_text())
     if "transformer_layer_config" in config:  # speculators: a nested config, and ids that count boundaries
         taps = [i - 1 for i in config["aux_hidden_state_layer_ids"]]
         inside = {"target_layer_ids": taps, "mask_token_id": config["mask_token_id"]}
@@ -62,6 +62,8 @@ def read_released(path: str, revision: str | None = None) -> Released:
         sizes = {name: config[name] for name in ("block_size", "draft_vocab_size") if name in config}
         nested = config["transformer_layer_config"]
         config = {**nested, **sizes, "dflash_config": inside, "is_causal": nested.get("is_causal", causal)}
+    elif "dflash_config" not in config:
+        raise ValueError(f"model.init_from: {path} has neither dflash_config nor transformer_layer_config: no drafter")
     else:
         config = {**config, "dflash_config": dict(config["dflash_config"])}
         config.setdefault("block_size", config["dflash_config"].get("block_size", 16))
@@ -78,13 +80,11 @@ def read_released(path: str, revision: str | None = None) -> Released:
         if is_so:
             found = config.get(name, config["dflash_config"].get(name))
             raise ValueError(f"model.init_from: {path} has {name}={found}, which drafters of this trainer do not have")
-    return Released(path, config, _tensors(path, revision))
+    return Released(path, config, _tensors(path))
 
 
-def _tensors(path: str, revision: str | None) -> dict[str, torch.Tensor]:
-    index = cached_file(
-        path, "model.safetensors.index.json", revision=revision, _raise_exceptions_for_missing_entries=False
-    )
+def _tensors(path: str) -> dict[str, torch.Tensor]:
+    index = cached_file(path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     files = (
         ["model.safetensors"]
         if index is None
@@ -92,7 +92,7 @@ def _tensors(path: str, revision: str | None) -> dict[str, torch.Tensor]:
     )
     found = {}
     for file in files:
-        with safe_open(cached_file(path, file, revision=revision), framework="pt") as tensors:
+        with safe_open(cached_file(path, file), framework="pt") as tensors:
             found |= {name: tensors.get_tensor(name) for name in tensors.keys()}
     found = {name.removeprefix("model."): tensor.float() for name, tensor in found.items()}
     return {name: tensor for name, tensor in found.items() if name not in FROZEN}

@@ -114,7 +114,8 @@ def test_resume_takes_the_newest_complete_checkpoint(whole, tmp_path, monkeypatc
     [
         ("model.block_size=6", "model"),
         ("model.mask_token_id=300", "model"),
-        ("data.max_length=200", "data"),
+        ("data.heldout=0.3", "data"),
+        ("optim.objective=dpace", "optim"),
         ("seed=1", "seed"),
         ("batch.rows_per_step=4", "batch"),
         ("batch.anchors_per_row=8", "batch"),

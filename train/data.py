@@ -122,6 +122,9 @@ class Steps:
         self.order = functools.lru_cache(2)(lambda epoch: epoch_order(rows, seed, epoch, sources, weights))
         require_room(store, batch)
 
+        if not self.order(0):
+            raise ValueError("data.sources: no row is left for training; raise a weight")
+
     def per_epoch(self) -> int:
         """Steps of an epoch; the last one may have fewer rows."""
         return -(-len(self.order(0)) // self.batch.rows_per_step)

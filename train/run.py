@@ -83,11 +83,11 @@ def train(config: RunConfig) -> None:
     start_process_group(device, config.engine.kind == EngineKind.deepspeed)
     preparation = Preparation(config.model, config.data, config.cache)
     with contextlib.ExitStack() as stack:
+        if not launch.ours():  # ranks of another launcher prepare together; `run` has done it else
+            preparation.features()
         if config.cache.mode == CacheMode.online:
             store = Online(preparation.rows_folder, stack.enter_context(preparation.running_target()))
         else:
-            if not launch.ours():  # ranks of another launcher prepare together; `run` has done it else
-                preparation.features()
             store = Store(preparation.features_folder)
         torch.manual_seed(config.seed)
         drafter = DFlashDraftModel(preparation.drafter)

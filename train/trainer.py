@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from data_prep.codec import Codec
+from data_prep.files import file_digest
 from data_prep.prepare import describe
-from data_prep.store import Store
+from data_prep.store import CODEC, Store
 from dflash.flops import peak_flops, step_flops
 from dflash.model import DFlashDraftModel, TargetEnds
 from dflash.objective import Objective, block_loss
@@ -169,36 +170,37 @@ def fit(
     total = optim.steps or optim.epochs * steps.per_epoch()
     engine = make_engine(drafter, optim, config.engine, device)
     folder, step, tau, run_id = config.folder / "checkpoints", 0, 0.0, None
+    skips = SkipLimit(optim.max_skips)
     if (path := checkpoint.latest(folder)) is not None:
         state, trainer = checkpoint.load(path)
-        refuse_other_run(config, training, trainer, path)
+        refuse_other_run(config, training, trainer, path, store)
         step, tau, run_id = trainer["step"], trainer["tau"], trainer.get("wandb")
-        engine.load_state(state, step)
+        skips.total = trainer["skipped"]
+        engine.load_state(state, step - skips.total)  # a skipped step was none to AdamW
     if rank == 0:
         origin = f"resumed from {path}" if path else "from the start"
         print(f"train: {len(rows)} rows, {total} steps of {config.batch.rows_per_step}, {origin}", flush=True)
         print(f"normal is: {landmarks(drafter.config.vocab_size)}", flush=True)
-    skips = SkipLimit(optim.max_skips)
     log = Log(config.folder, config.log, config.name, describe(config), rank == 0, run_id)
     with log, Stop() as stop, profiler(config, rank) as trace:
         window, seconds, waited, began = [], 0.0, 0.0, time.perf_counter()
         for now, wait in read_ahead(steps, step, total, config.engine.prefetch):
             lr = learning_rate(step, total, optim)
             sums = train_step(engine, now, ends, config.batch, lr, optim.objective)
-            stopping = sums.reduce(stop.wished)
+            stopping = sums.reduce(stop.wished) and step + 1 < total
             window.append((now, sums))
             step += 1
+            save = step % config.save_every == 0 or step == total or stopping
             waited += wait
             if trace is not None:
                 trace.step()
-            if step % config.log.every == 0 or step == total or stopping:
+            if step % config.log.every == 0 or save:
                 norms = torch.stack([sums.norm.float() for _, sums in window]).tolist()  # here the device is waited for
                 seconds = time.perf_counter() - began
                 flops = sum(useful_flops(drafter, now) for now, _ in window)
-                log.write(*train_line(step, total, window, lr, norms, flops, (seconds, waited), skips))
                 skips.count(norms, step)
+                log.write(*train_line(step, total, window, lr, norms, flops, (seconds, waited), skips))
                 window, waited, began = [], 0.0, time.perf_counter()
-            save = step % config.save_every == 0 or step == total or stopping
             if (step % config.evaluate.every == 0 or (save and not stopping)) and rank == 0:
                 measured = heldout_measures(engine, ends, store, heldout[: config.evaluate.rows], config)
                 tau = measured["tau"]
@@ -219,7 +221,7 @@ def fit(
                     checkpoint.prune(folder, config.keep)
                     print(f"saved: step {step} in {folder}", flush=True)
                 began = time.perf_counter()
-            if stopping and step < total:
+            if stopping:
                 raise SystemExit(f"stopped by a signal at step {step} of {total}; the same command goes on from there")
 
 
@@ -231,9 +233,9 @@ def useful_flops(drafter: DFlashDraftModel, now: Step) -> float:
 def landmarks(vocab_size: int) -> str:
     """By what a user tells a normal curve."""
     return (
-        f"a loss near ln V = {math.log(vocab_size):.1f} at the start (model.init=random); slot 1 above slot 2 above"
-        " slot 3; a published run (Qwen3-8B, one layer, S = 16, 50,000 rows, 3 epochs) has tau_anchor 4.6 held out"
-        " (SpecForge #578)"
+        f"a loss near ln V = {math.log(vocab_size):.1f} at the start (random start, head not tied); slot 1 above slot 2"
+        " above slot 3; a published run (Qwen3-8B, one layer, S = 16, 50,000 rows, 3 epochs) has tau_anchor 4.6 held"
+        " out (SpecForge #578)"
     )
 
 
@@ -305,17 +307,21 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def refuse_other_run(config: RunConfig, training: dict, trainer: dict, path: Path) -> None:
+def refuse_other_run(config: RunConfig, training: dict, trainer: dict, path: Path, store: Store) -> None:
     """Raise ValueError where a checkpoint is of a run with another drafter, other data or another order of rows."""
     mine, saved = describe(config), trainer["config"]
     compared = {
         "model": (mine["model"], saved["model"]),
-        "data": (mine["data"], saved["data"]),
+        "data.heldout": (mine["data"]["heldout"], saved["data"]["heldout"]),
+        "the weights of data.sources": tuple([s["weight"] for s in c["data"]["sources"]] for c in (mine, saved)),
+        "optim.objective": (mine["optim"]["objective"], saved["optim"]["objective"]),
         "the features' recipe": (training["features"], trainer["training"]["features"]),
         "batch.rows_per_step": (mine["batch"]["rows_per_step"], saved["batch"]["rows_per_step"]),
         "batch.anchors_per_row": (mine["batch"]["anchors_per_row"], saved["batch"]["anchors_per_row"]),
         "seed": (mine["seed"], saved["seed"]),
     }
+    if (path / CODEC).exists():  # `fc` reads through this very map
+        compared["the cache's codec"] = file_digest(store.folder / CODEC)[:12], file_digest(path / CODEC)[:12]
     for name, (found, expected) in compared.items():
         if found != expected:
             raise ValueError(

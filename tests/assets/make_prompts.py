@@ -5,7 +5,7 @@
 writes two files to data_prep/demo (standard library only; every run gives the same bytes):
 
 - ``prompts.jsonl``: 2,700 training prompts in six categories (arithmetic, code, explain, list, email, rewrite),
-  mostly arithmetic in the first 1,000 rows and spread evenly within them and within the rest;
+  mostly arithmetic in the first 1,700 rows and spread evenly within them and within the rest;
 - ``heldout_arithmetic.jsonl``: 64 arithmetic prompts for evaluation, from templates that training never uses.
 
 One row a line: ``{"id": "arith-0001", "category": "arithmetic", "messages": [{"role": "user", "content": ...}]}``.
@@ -27,8 +27,8 @@ COUNTS = {
     "rewrite": 140,
     "arithmetic 2": 700,
 }
-# Of these, in the first 1,000 rows: a short run cannot learn everything, so it sees mostly one kind of text.
-EARLY = {"arithmetic": 400, "code": 40, "explain": 20, "list": 20, "email": 10, "rewrite": 10, "arithmetic 2": 500}
+# Of these, in the first 1,700 rows: a short run cannot learn everything, so it sees mostly one kind of text.
+EARLY = {"arithmetic": 900, "code": 40, "explain": 20, "list": 20, "email": 10, "rewrite": 10, "arithmetic 2": 700}
 HELDOUT_COUNT = 64
 
 # Words. Slot {toy} is one word of a list, {toy2} a different one. Nouns for counted things are plural.
@@ -491,7 +491,7 @@ def main():
         "rewrite": make_plain(REWRITE, rng),
         "arithmetic 2": make_arithmetic(TRAIN_MORE, random.Random(SEED + 1)),
     }
-    placed = []  # (place in the file, row): every category is spread evenly over the first 1,000 rows and over the rest
+    placed = []  # (place in the file, row): every category is spread evenly over the first 1,700 rows and over the rest
     for category, count in COUNTS.items():
         prefix = {"arithmetic": "arith", "arithmetic 2": "arith2"}.get(category, category)
         texts = distinct(makers[category], count)

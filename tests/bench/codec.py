@@ -7,6 +7,7 @@ For each codec: stored bytes a token against bf16, energy lost, and tau_anchor o
 the default low-rank codec (same start, rows and anchors), one for the rest. Results: docs/codecs.md.
 """
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from data_prep.cache import capture  # noqa: E402
 from data_prep.prepare import Preparation  # noqa: E402
 from data_prep.run import load_config  # noqa: E402
 from data_prep.store import Online  # noqa: E402
@@ -35,6 +37,24 @@ RUNS = [
 ]
 
 
+def prepare(overrides: list[str]):
+    config = load_config("train", RunConfig, overrides)
+    return config, Preparation(config.model, config.data, config.cache)
+
+
+def pack(wanted, plain) -> None:
+    """The wanted cache, its features taken from the bf16 one: the target runs once for all codecs."""
+    (config, prepared), whole = wanted, plain[1].features()
+    rows = prepared.encode()
+    places = {tuple(rows.row(i, features=False).ids_T.tolist()): i for i in range(len(rows))}
+
+    @contextlib.contextmanager
+    def stored():
+        yield lambda ids: [(whole.row(places[tuple(row)]).features_TF,) for row in ids]
+
+    capture(rows, prepared.features_folder, prepared.features_recipe, prepared.features_name, config.cache, stored)
+
+
 def main(steps: str = "300") -> None:
     runs = ROOT / f".cache/bench-codec-{steps}"
     print(
@@ -47,9 +67,9 @@ def main(steps: str = "300") -> None:
             "data.heldout=0.22", f"optim.steps={steps}", "evaluate.every=100000", "evaluate.rows=1",
             f"cache.dir={ROOT}/.cache", f"cache.codec={codec}", *([f"cache.rank={rank}"] if rank else []),
         ]  # fmt: skip
+        pack(prepare(overrides), prepare([*overrides, "cache.codec=bf16", "cache.rank=null"]))
         subprocess.run([sys.executable, "train/run.py", *overrides], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        config = load_config("train", RunConfig, overrides)
-        prepared = Preparation(config.model, config.data, config.cache)
+        config, prepared = prepare(overrides)
         stored = prepared.features()
         drafter = checkpoint.load_drafter(checkpoint.latest(runs / name / "checkpoints"), torch.bfloat16)
         with prepared.running_target() as run:
