@@ -126,10 +126,13 @@ def capture(rows: Store, folder: Path, recipe: dict, name: str, config: CacheCon
         copy_index(rows, folder)  # where it was lost or damaged
         Store(folder).require(recipe)
         if len(records(folder, num_shards)) == num_shards:
+            tidy(folder)
             return Store(folder)
     folder.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder)
     done = set(records(folder, num_shards))
+    for number in set(range(num_shards)) - done:  # a record without its shard is none
+        shard_path(folder, number).with_suffix(".json").unlink(missing_ok=True)
     tokens = [int(rows.index["length"][a:b].sum()) for a, b in pairwise(rows.first_rows)]
     left = sum(count for number, count in enumerate(tokens) if number not in done)
     refuse_small_disk(folder, left * recipe["bytes_per_token"])
@@ -142,6 +145,8 @@ def capture(rows: Store, folder: Path, recipe: dict, name: str, config: CacheCon
     ):  # fmt: skip
         stack.callback(claims.release)
         while len(done) < num_shards:
+            if (folder / MANIFEST).exists():  # written meanwhile: the single records are gone
+                done |= set(records(folder, num_shards))
             number = claims.take([n for n in range(num_shards) if n not in done])
             if number is None:  # the others are at work
                 if pending is not None:
@@ -200,11 +205,16 @@ def complete(rows: Store, folder: Path, recipe: dict) -> None:
     manifest |= {"schema": SCHEMA, "recipe": recipe, "shards": [done[n] for n in range(num_shards)]}
     manifest |= {"files": {file: file_digest(folder / file) for file in (INDEX, CODEC)}}
     write_json(folder / MANIFEST, manifest | {"codec_error": codec.error})
-    for number in range(num_shards):
-        shard_path(folder, number).with_suffix(".json").unlink(missing_ok=True)
-    remove_abandoned(folder)
+    tidy(folder)
     how = f"{recipe['codec']}, {codec.error:.2%} of the energy lost" if codec.scale_R is not None else recipe["codec"]
     print(f"capture: {manifest['tokens']} tokens of {recipe['bytes_per_token']} bytes ({how}) in {folder}", flush=True)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what stood for the manifest while it was not there."""
+    for record in folder.glob("shard-*.json"):
+        record.unlink(missing_ok=True)
+    remove_abandoned(folder)
 
 
 def the_codec(rows: Store, folder: Path, config: CacheConfig, run) -> Codec:

@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from data_prep.config import CacheConfig, CodecKind
@@ -72,14 +72,18 @@ class Codec:
         tensors = {"scale": self.scale_R, "map": self.map_FR, "lift": self.lift_FR}
         meta = {"dtype": str(self.dtype).removeprefix("torch."), "error": self.error}
         part = part_path(path)
-        save_file({k: v.contiguous() for k, v in tensors.items() if v is not None}, part, {"meta": json.dumps(meta)})
-        flush(part)
         try:
+            save_file(
+                {k: v.contiguous() for k, v in tensors.items() if v is not None}, part, {"meta": json.dumps(meta)}
+            )
+            flush(part)
             path.hardlink_to(part)  # unlike a rename, it fails where the name is taken
         except FileExistsError:
             pass
+        except SafetensorError as error:  # how the library reports a full disk
+            raise OSError(f"cache.dir: {path} could not be written ({error}); make room, run again") from None
         finally:
-            part.unlink()
+            part.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: Path) -> "Codec":

@@ -59,7 +59,11 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def read_json(path: Path) -> dict:
-    return json.loads(path.read_text())
+    """Raises ValueError, one line, for a file that is cut or none of ours."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); move it away, and what it stands for is made anew") from None
 
 
 class JsonLines:

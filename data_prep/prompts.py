@@ -89,13 +89,15 @@ def collect(config: DataConfig, folder: Path) -> tuple[JsonLines, dict]:
     if not (folder / "report.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         report, part = Counter(), part_path(path)
-        with part.open("w") as out:
-            for row in read_rows(config, report):
-                try:
+        try:
+            with part.open("w") as out:
+                for row in read_rows(config, report):
                     out.write(json_line(row))
-                except UnicodeEncodeError as error:
-                    raise ValueError(f"data.path: row {row['id']} is not Unicode text ({error}); mend it") from None
-        part.rename(path)
+            part.rename(path)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"data.path: {row['id']} is not Unicode text ({error}); mend the row") from None
+        finally:
+            part.unlink(missing_ok=True)
         write_json(folder / "report.json", report)
     return JsonLines(path), read_json(folder / "report.json")
 

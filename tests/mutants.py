@@ -43,15 +43,18 @@ SEES = "test_generate.py::test_the_drafter_sees_all_verified_text"
 DATA, ENGINE, TRAINER, EVALUATE, EXPORT, CHECKPOINT = (
     f"train/{n}.py" for n in ("data", "engine", "trainer", "evaluate", "export", "checkpoint")
 )
-ENCODE, STORE, CACHE, REGENERATE, PREPARE = (
-    f"data_prep/{n}.py" for n in ("encode", "store", "cache", "regenerate", "prepare")
+ENCODE, STORE, CACHE, REGENERATE, PREPARE, PROMPTS, CODEC, AUDIT, FILES = (
+    f"data_prep/{n}.py"
+    for n in ("encode", "store", "cache", "regenerate", "prepare", "prompts", "codec", "audit", "files")
 )
 SAME = "test_data.py::test_a_step_is_the_same_for_every_number_of_ranks_and_every_budget"
 ADAMW = "test_engine.py::test_three_steps_are_adamw_with_clipping_and_no_decay_of_norms"
 RESUME = "test_resume.py::test_killed_and_resumed_equals_uninterrupted"
 WALK = "test_metrics.py::test_walk_equals_a_simulated_decode"
 TURNS = "test_encode.py::test_end_of_turn_is_supervised_and_nothing_behind_it"
-CAPTURED = "test_store.py::test_captured_rows_equal_each_row_alone"
+CLAIMS = "test_store.py::test_claims_of_the_living_are_left_and_those_of_the_dead_are_void"
+DAMAGE = "test_store.py::test_damage_is_named_and_made_good"
+HELDOUT = "test_prompts.py::test_the_held_out_prompts_are_the_same_whatever_the_order_size_and_ids"
 
 MUTANTS = [
     # blocks and mask
@@ -374,50 +377,110 @@ MUTANTS = [
         "if False:",
         "test_encode.py::test_answer_ids_are_taken_verbatim",
     ),
-    # store, capture
+    # prompts, store, capture
     Mutant(
-        "store row off by one",
-        STORE,
-        "return shard, offsets[local], offsets[local + 1]",
-        "return shard, offsets[local - 1], offsets[local]",
-        "test_store.py::test_rows_come_back_as_they_were_written",
+        "prompts stand twice", PROMPTS, "if config.dedup and key in prompts:", "if False:",
+        "test_prompts.py::test_drops_are_counted_by_reason_and_add_up",
+    ),
+    Mutant("held-out rows by position", ENCODE, "digest(prompt_of(row))", 'digest(row["id"])', HELDOUT),
+    Mutant("held-out rows by the whole conversation", ENCODE, "digest(prompt_of(row))", "digest(row)", HELDOUT),
+    Mutant(
+        "store row off by one", STORE, "start, end = offsets[at], offsets[at + 1]",
+        "start, end = offsets[at - 1], offsets[at]", "test_store.py::test_rows_come_back_as_they_were_written",
     ),
     Mutant(
-        "rows of a batch are mixed up",
-        CACHE,
-        "for i, states_TF in zip(batch, states):",
-        "for i, states_TF in zip(sorted(batch), states):",
-        CAPTURED,
+        "rows of a batch are mixed up", CACHE, "in zip(batch, keep(", "in zip(sorted(batch), keep(",
+        "test_store.py::test_rows_longer_than_a_batch_are_captured_too",
     ),
-    Mutant("capture of the layer behind the tap", CACHE, "taps)\n", "[tap + 1 for tap in taps])\n", CAPTURED),
     Mutant(
-        "the folder does not know the dtype",
-        PREPARE,
-        '            "dtype": self.cache.dtype,\n',
-        "",
+        "capture of the layer behind the tap", PREPARE, "features(target, ids, self.taps, cache.last)",
+        "features(target, ids, [tap + 1 for tap in self.taps], cache.last)",
+        "test_store.py::test_the_whole_way_gives_the_targets_states",
+    ),
+    Mutant(
+        "the folder does not know the dtype", PREPARE, '            "dtype": cache.dtype,\n', "",
         "test_store.py::test_all_that_determines_the_content_changes_the_folder",
     ),
     Mutant(
-        "held-out rows by position",
-        PREPARE,
-        "digest(prompt_of(row))",
-        "digest(row)",
-        "test_store.py::test_heldout_rows_are_chosen_by_prompt_whatever_the_ids_and_the_order",
+        "states need not be finite", CACHE, "not bool(states_TD.isfinite().all())", "False",
+        "test_store.py::test_states_that_no_sound_target_gives_are_refused",
     ),
+    # codecs
+    Mutant(
+        "int8 without its scale", CODEC, "stored_TR * self._on(stored_TR.device)[0]", "stored_TR * 1.0",
+        "test_store.py::test_int8_is_within_half_a_step",
+    ),
+    Mutant(
+        "fold by the wrong matrix", CODEC, "weight_DR @ self.map_FR.T.to(weight_DR)",
+        "weight_DR @ self.lift_FR.T.to(weight_DR)",
+        "test_store.py::test_folded_weights_read_features_as_the_trained_ones_read_codes",
+    ),
+    Mutant(
+        "low rank of channels as large as they are", CODEC, "size_F = x.square().mean(dim=0).sqrt().clamp(min=1e-12)",
+        "size_F = torch.ones_like(x[0])",
+        "test_store.py::test_lowrank_is_the_leading_part_of_the_scaled_second_moments",
+    ),
+    Mutant(
+        "low rank about the mean", CODEC, "(x / size_F).T @ (x / size_F) / len(x)", "torch.cov((x / size_F).T)",
+        "test_store.py::test_lowrank_is_the_leading_part_of_the_scaled_second_moments",
+    ),
+    Mutant(
+        "the last worker's codec stays", CODEC, "path.hardlink_to(part)",
+        "path.unlink(missing_ok=True), path.hardlink_to(part)", "test_store.py::test_the_first_workers_codec_stays",
+    ),
+    # claims, records, damage
+    Mutant("claims are ignored", CACHE, "if path.stem in held or ", "if ", CLAIMS),
+    Mutant(
+        "claims of the dead hold", FILES, "except ProcessLookupError:\n        return True",
+        "except ProcessLookupError:\n        return False", CLAIMS,
+    ),
+    Mutant(
+        "claims give no sign of life", CACHE, "                claim.touch()\n", "",
+        "test_store.py::test_a_worker_gives_signs_of_life",
+    ),
+    Mutant(
+        "a record counts without its shard", CACHE, ' and path.stat().st_size == record["bytes"]', "",
+        "test_store.py::test_resume_writes_only_what_is_missing_and_the_same_bytes",
+    ),
+    Mutant(
+        "checksums are not compared", AUDIT, '!= record["sha256"]:', "is None:", f"{DAMAGE}[a flipped bit]",
+    ),
+    Mutant("the place of a shard is not checked", AUDIT, "{first},' not in about", "' not in about",
+           f"{DAMAGE}[swapped shards]"),
+    Mutant("the recipe of a shard is not checked", AUDIT, '"{name}"\' not in about', "' not in about",
+           f"{DAMAGE}[a shard of another cache]"),
+    Mutant("an audit does not look at the states", AUDIT, "if not values.isfinite().all():", "if False:",
+           f"{DAMAGE}[states that are not finite]"),
     # regenerate
     Mutant(
-        "no attention mask over the padding",
-        REGENERATE,
-        "attention_mask=mask",
-        "attention_mask=torch.ones_like(mask)",
-        "test_regenerate.py::test_batched_answers_equal_single_ones",
+        "no attention mask over the padding", REGENERATE, "attention_mask=mask",
+        "attention_mask=torch.ones_like(mask)", "test_regenerate.py::test_batched_answers_equal_single_ones",
     ),
     Mutant(
-        "a resumed run answers all again",
-        REGENERATE,
-        'todo = [row for row in rows if row["id"] not in done]',
-        "todo = rows",
+        "a resumed run answers all again", REGENERATE, 'if all(window[i]["id"] in done for i in batch):', "if False:",
         "test_regenerate.py::test_an_interrupted_run_goes_on_and_answers_nothing_twice",
+    ),
+    Mutant(
+        "samples depend on what was answered before", REGENERATE,
+        'torch.manual_seed(int(digest([config.seed, window[batch[0]]["id"]]), 16))', "pass",
+        "test_regenerate.py::test_sampled_answers_do_not_depend_on_interruptions",
+    ),
+    Mutant(
+        "a server is asked for done rows again", REGENERATE, 'enumerate(rows) if row["id"] not in done)',
+        "enumerate(rows))", "test_regenerate.py::test_refused_rows_are_named_and_asked_again_by_the_next_run",
+    ),
+    Mutant(
+        "a server's text without the stop token", REGENERATE,
+        'if choice["finish_reason"] == "stop" and (not ids or ids[-1] not in stops):', "if False:",
+        "test_regenerate.py::test_text_becomes_tokens_with_the_stop_token_behind_it",
+    ),
+    Mutant(
+        "a server's tokens are made from its text", REGENERATE, 'choice.get("token_ids") or tokenizer(', "tokenizer(",
+        "test_regenerate.py::test_servers_get_the_prompts_ids_and_their_tokens_are_taken_verbatim",
+    ),
+    Mutant(
+        "a failed request goes to the same server", REGENERATE, "(number + attempt) % len(config.server)",
+        "number % len(config.server)", "test_regenerate.py::test_a_failed_request_goes_to_the_next_server",
     ),
     # export
     Mutant(

@@ -4,12 +4,12 @@ of a server on the loopback that notes what it is asked.
 """
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 import run_helpers as helpers
 import torch
+from stub_server import FAULTS, StubServer, answer
 
 from data_prep import regenerate as module
 from data_prep.config import DataConfig
@@ -106,76 +106,150 @@ def test_an_interrupted_run_goes_on_and_answers_nothing_twice(rows, tmp_path, ha
     assert regenerate(rows, config(), lambda: pytest.fail("answered again"), "tiny", folder).path == answered.path
 
 
-class Server:
-    """A stub of a chat-completions server; `plan` holds the status codes of its first replies."""
+def test_sampled_answers_do_not_depend_on_interruptions(rows, tmp_path):
+    """And on nothing but the seed: other seeds, other answers."""
+    sampled = config(temperature=0.9, top_p=0.9, seed=3)
+    whole = read(regenerate(rows, sampled, helpers.target, "tiny", tmp_path / "whole"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        regenerate(rows, sampled, lambda: Dying(dies_in=3), "tiny", tmp_path / "again")
+    lines = (tmp_path / "again" / PART).read_text().splitlines(keepends=True)
+    assert len(lines) == 12
+    (tmp_path / "again" / PART).write_text("".join(lines[:9]))  # as if killed inside a batch
+    torch.manual_seed(99)
+    assert read(regenerate(rows, sampled, helpers.target, "tiny", tmp_path / "again")) == whole
+    other = read(regenerate(rows, config(temperature=0.9, top_p=0.9, seed=4), helpers.target, "tiny", tmp_path / "x"))
+    greedy = read(regenerate(rows, config(), helpers.target, "tiny", tmp_path / "greedy"))
+    assert all(sum(a != b for a, b in zip(one, whole)) > 10 for one in (other, greedy))
+    manifest = json.loads((tmp_path / "whole/manifest.json").read_text())
+    assert (manifest["temperature"], manifest["top_p"], manifest["seed"]) == (0.9, 0.9, 3)
 
-    def __init__(self, plan=()):
-        self.plan, self.asked = list(plan), []
-        stub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                stub.asked.append((self.path, body))
-                status = stub.plan.pop(0) if stub.plan else 200
-                last = body["messages"][-1]["content"]
-                message = {"role": "assistant", "content": f"echo {last}"}
-                choice = {"message": message, "finish_reason": "length" if len(last) > 60 else "stop"}
-                reply = json.dumps({"choices": [choice], "usage": {"completion_tokens": 7}}).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(reply)))
-                self.end_headers()
-                self.wfile.write(reply)
+def prompt_ids(row):
+    """What the tiny template makes of a conversation whose messages are all the user's."""
+    turns = [[helpers.USER, *message["content"].encode()] for message in row["messages"]]
+    return [helpers.BOS, *(token for turn in turns for token in turn), helpers.ASSISTANT]
 
-            def log_message(self, *_):
-                pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-
-    def __enter__(self):
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.http.shutdown()
-        self.http.server_close()
+def text_of(ids):
+    return bytes(token for token in ids if token < 256).decode()
 
 
 @pytest.fixture
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    """Pauses between tries take no time; returns their lengths."""
+    pauses = []
+    monkeypatch.setattr(module.time, "sleep", pauses.append)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
+    return pauses
 
 
-def test_servers_answer_and_a_failed_request_is_asked_again(rows, tmp_path, no_waiting):
-    no_target = lambda: pytest.fail("loaded the target")  # noqa: E731
-    with Server(plan=[500]) as one, Server() as other:
-        settings = config(server=[one.url, other.url + "/"], thinking=False)
-        answered = read(regenerate(rows, settings, no_target, "org/model", tmp_path))
+def not_here():
+    pytest.fail("loaded the target")
+
+
+def serve_and_read(rows, folder, *servers, **changes):
+    settings = config(server=[server.url for server in servers], **changes)
+    return read(regenerate(rows, settings, not_here, "org/model", folder))
+
+
+def assert_answered(answered, rows, bytes_only=False):
+    """Every row once, in order, with the server's own tokens."""
     assert [row["id"] for row in answered] == [row["id"] for row in rows]
     for row, asked in zip(answered, rows):
-        last = asked["messages"][-1]["content"]
-        assert row["messages"] == [*asked["messages"], {"role": "assistant", "content": f"echo {last}"}]
-        assert row["finish"] == ("length" if len(last) > 60 else "stop") and row["num_tokens"] == 7
-        assert "answer_ids" not in row
-    assert len(one.asked) == 11 and len(other.asked) == 10  # half each, and the failed one again
-    for path, body in one.asked + other.asked:
-        assert path == "/v1/chat/completions" and body["model"] == "org/model"
-        assert body["temperature"] == 0 and body["max_tokens"] == NEW
-        assert body["chat_template_kwargs"] == {"enable_thinking": False}
-    assert json.loads((tmp_path / "manifest.json").read_text())["answer_tokens"] == 7 * 20
+        ids, finish = answer(prompt_ids(asked), NEW, bytes_only)
+        assert row["answer_ids"] == ids and row["finish"] == finish and row["num_tokens"] == len(ids)
+        assert row["messages"] == [*asked["messages"], {"role": "assistant", "content": text_of(ids)}]
+    assert {row["finish"] for row in answered} == {"stop", "length"}
 
 
-def test_a_server_that_stays_broken_ends_in_one_line(rows, tmp_path, no_waiting):
-    """ValueError and OSError are what the command line turns into one line; what was answered stays."""
-    with Server(plan=[500] * 10**4) as broken, pytest.raises((ValueError, OSError)) as error:
-        regenerate(rows, config(server=[broken.url]), helpers.target, "m", tmp_path)
-    assert "data.server" in str(error.value) and "\n" not in str(error.value)
-    with Server() as sound:
-        answered = read(regenerate(rows, config(server=[sound.url]), helpers.target, "m", tmp_path))
-    assert len(answered) == 20
+def test_servers_get_the_prompts_ids_and_their_tokens_are_taken_verbatim(rows, tmp_path, no_waiting):
+    with StubServer() as one, StubServer() as other:
+        answered = serve_and_read(rows, tmp_path, one, other)
+    assert_answered(answered, rows)
+    assert any(token >= 300 for row in answered for token in row["answer_ids"])  # which no text becomes
+    assert (len(one.asked), len(other.asked)) == (10, 10) and not no_waiting
+    asked = {tuple(body["prompt"]): body for body in one.asked + other.asked}
+    assert asked.keys() == {tuple(prompt_ids(row)) for row in rows}
+    for body in asked.values():
+        assert body.pop("prompt") and body == {
+            "path": "/v1/completions", "model": "org/model", "max_tokens": NEW, "temperature": 0,
+            "stop_token_ids": [helpers.END], "skip_special_tokens": False, "return_token_ids": True,
+        }  # fmt: skip
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["by"] == ["stub 1.0", "stub 1.0"] and manifest["target"] == "org/model"
+    assert manifest["rows"] == 20 and manifest["answer_tokens"] == sum(len(row["answer_ids"]) for row in answered)
+    assert manifest["max_new_tokens"] == NEW and manifest["temperature"] == 0 and "seed" not in manifest
+
+
+def test_sampling_is_asked_for_with_a_seed_of_each_row(rows, tmp_path, no_waiting):
+    seeds = []
+    for seed, name in ((7, "a"), (7, "b"), (8, "c")):
+        with StubServer() as server:
+            serve_and_read(rows, tmp_path / name, server, temperature=0.7, top_p=0.8, top_k=20, seed=seed)
+        assert all((b["temperature"], b["top_p"], b["top_k"]) == (0.7, 0.8, 20) for b in server.asked)
+        seeds.append({tuple(body["prompt"]): body["seed"] for body in server.asked})
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        assert [manifest[key] for key in ("temperature", "top_p", "top_k", "seed")] == [0.7, 0.8, 20, seed]
+    assert seeds[0] == seeds[1] and not set(seeds[0].values()) & set(seeds[2].values())
+    assert len(set(seeds[0].values())) == 20
+
+
+def test_text_becomes_tokens_with_the_stop_token_behind_it(rows, tmp_path, no_waiting):
+    with StubServer(gives_ids=False) as server:
+        assert_answered(serve_and_read(rows, tmp_path, server), rows, bytes_only=True)
+
+
+@pytest.mark.parametrize("fault, stall", [*((fault, 0.1) for fault in FAULTS), ("stall", 9)])
+def test_a_failed_request_goes_to_the_next_server(rows, tmp_path, no_waiting, monkeypatch, fault, stall):
+    """The first requests of the one fail, at whatever point; those rows are asked of the other."""
+    if stall > 1:  # longer than the client waits
+        client = httpx.Client
+        monkeypatch.setattr(httpx, "Client", lambda **options: client(**{**options, "timeout": 2}))
+    with StubServer(plan=[fault] * 3, stall=stall) as one, StubServer() as other:
+        answered = serve_and_read(rows, tmp_path, one, other, concurrency=2)
+    assert_answered(answered, rows)
+    assert len(one.asked) == 10 and len(other.asked) == 13 and no_waiting == [1, 1, 1]
+
+
+def test_one_server_alone_is_asked_again_after_longer_and_longer_pauses(rows, tmp_path, no_waiting):
+    with StubServer(plan=["500"] * (module.TRIES - 1)) as server:
+        answered = serve_and_read(rows[:1] + rows[5:], tmp_path, server, concurrency=1)
+    assert_answered(answered, rows[:1] + rows[5:])
+    assert len(server.asked) >= 16 + 4 and set(no_waiting) <= {1, 2, 4, 8} and len(no_waiting) == 4
+
+
+def test_refused_rows_are_named_and_asked_again_by_the_next_run(rows, tmp_path, no_waiting):
+    long = [tuple(prompt_ids(row)) for row in (rows[4], rows[11])]
+    with StubServer(refuse=lambda body: tuple(body["prompt"]) in long) as strict, pytest.raises(OSError) as error:
+        serve_and_read(rows, tmp_path, strict)
+    message = str(error.value)
+    assert message.startswith("data.server: 2 of 20 rows got no answer") and "too long" in message
+    assert "\n" not in message and (rows[4]["id"] in message or rows[11]["id"] in message)
+    assert len(strict.asked) == 20 and not no_waiting  # a refusal is final
+    assert len(read(tmp_path / PART)) == 18 and not (tmp_path / "answers.jsonl").exists()
+    with StubServer() as sound:
+        assert_answered(serve_and_read(rows, tmp_path, sound), rows)
+    assert sorted(tuple(body["prompt"]) for body in sound.asked) == sorted(long)
+
+
+def test_a_server_that_stays_broken_is_given_up(rows, tmp_path, no_waiting, monkeypatch):
+    """In one line; what was answered stays."""
+    monkeypatch.setattr(module, "GIVE_UP", 5)
+    with StubServer(plan=["500"] * 10**4) as broken, pytest.raises(OSError) as error:
+        serve_and_read(rows, tmp_path, broken, concurrency=1)
+    assert str(error.value).startswith("data.server: 5 rows in a row got no answer") and "\n" not in str(error.value)
+    assert len(broken.asked) <= (5 + 2 + 1) * module.TRIES  # and those on their way
+    with StubServer() as sound:
+        assert_answered(serve_and_read(rows, tmp_path, sound), rows)
+
+
+def test_nobody_listens(rows, tmp_path, no_waiting):
+    with StubServer() as gone:
+        pass
+    with pytest.raises(OSError, match=r"^data\.server: 3 of 3 rows got no answer .*run again") as error:
+        serve_and_read(rows[:3], tmp_path, gone)
+    assert "\n" not in str(error.value) and gone.url in str(error.value)
 
 
 DEMO = helpers.ROOT / "data_prep/demo"
