@@ -2,8 +2,8 @@
 
     python tests/bench/codec.py [steps]
 
-For each codec: stored bytes a token against bf16, energy lost, and tau_anchor on held-out rows of the demo (more than
-20,000 blocks), whose features are computed anew by the target and were never packed. Three paired seeds for bf16 and
+For each codec: stored bytes a token against bf16, energy lost, and tau_anchor on held-out rows of the demo (over
+20,000 blocks in three seeds), whose features the target computes anew, never packed. Three paired seeds for bf16 and
 the default low-rank codec (same start, rows and anchors), one for the rest. Results: docs/codecs.md.
 """
 
@@ -64,7 +64,7 @@ def main(steps: str = "300") -> None:
         name = f"{codec}-{rank}-{seed}"
         overrides = [
             "+model=demo", "stage=train", f"name={name}", f"runs={runs}", f"seed={seed}", "data.limit=1200",
-            "data.heldout=0.22", f"optim.steps={steps}", "evaluate.every=100000", "evaluate.rows=1",
+            "data.heldout=0.08", f"optim.steps={steps}", "evaluate.every=100000", "evaluate.rows=1",
             f"cache.dir={ROOT}/.cache", f"cache.codec={codec}", *([f"cache.rank={rank}"] if rank else []),
         ]  # fmt: skip
         pack(prepare(overrides), prepare([*overrides, "cache.codec=bf16", "cache.rank=null"]))
