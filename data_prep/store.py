@@ -30,7 +30,7 @@ from data_prep.files import file_digest, flush, part_path, read_json
 SCHEMA = 2  # of the manifest and the tensors; a reader refuses another
 INDEX, CODEC, MANIFEST = "index.safetensors", "codec.safetensors", "manifest.json"
 INDEX_DTYPES = {"length": torch.int32, "eligible": torch.int32, "source": torch.int16, "split_key": torch.int64}
-OPEN_SHARDS = 256
+OPEN_SHARDS = 16
 
 
 @dataclass

@@ -393,8 +393,8 @@ MUTANTS = [
         "test_store.py::test_rows_longer_than_a_batch_are_captured_too",
     ),
     Mutant(
-        "capture of the layer behind the tap", PREPARE, "features(target, ids, self.taps, cache.last)",
-        "features(target, ids, [tap + 1 for tap in self.taps], cache.last)",
+        "capture of the layer behind the tap", PREPARE, "features(target[0], ids, self.taps, cache.last)",
+        "features(target[0], ids, [tap + 1 for tap in self.taps], cache.last)",
         "test_store.py::test_the_whole_way_gives_the_targets_states",
     ),
     Mutant(

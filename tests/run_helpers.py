@@ -164,7 +164,9 @@ def run_ranks(script: Path, world: int, *arguments, timeout=240) -> list[str]:
     try:
         for rank in range(world):
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
-            env = environment(MASTER_ADDR="127.0.0.1", PYTHONPATH=str(ROOT), **{k: str(v) for k, v in names.items()})
+            env = environment(
+                MASTER_ADDR="127.0.0.1", PYTHONPATH=f"{ROOT}:{ROOT}/tests", **{k: str(v) for k, v in names.items()}
+            )
             command = [sys.executable, str(script), *map(str, arguments)]
             piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
             processes.append(subprocess.Popen(command, cwd=ROOT, env=env, **piped))

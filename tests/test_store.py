@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections import Counter
@@ -23,6 +24,7 @@ import pytest
 import run_helpers as helpers
 import torch
 from safetensors import safe_open
+from tqdm import tqdm
 
 from data_prep import cache, prepare
 from data_prep.audit import check_cache, check_rows
@@ -177,18 +179,30 @@ def check(store, recipe=None, deep=True):
     check_cache(store, recipe, digest(recipe), deep)
 
 
+def fork(job):
+    """A process that starts as a copy of this one, but shares no thread and no lock with it or its other copies."""
+
+    def run():
+        os.setpgrp()
+        torch.set_num_threads(1)
+        tqdm.set_lock(threading.RLock())  # else a semaphore of all copies, held for good by one that is killed
+        job()
+
+    return multiprocessing.get_context("fork").Process(target=run)
+
+
 def in_processes(*jobs, timeout=120):
     """Run the jobs in forks of this process, at once; none outlives the call."""
-    forks = [multiprocessing.get_context("fork").Process(target=job) for job in jobs]
+    forks = [fork(job) for job in jobs]
     try:
-        for fork in forks:
-            fork.start()
-        for fork in forks:
-            fork.join(timeout)
-        assert [fork.exitcode for fork in forks] == [0] * len(forks)
+        for process in forks:
+            process.start()
+        for process in forks:
+            process.join(timeout)
+        assert [process.exitcode for process in forks] == [0] * len(forks)
     finally:
-        for fork in forks:
-            fork.kill()
+        for process in forks:
+            process.kill()
 
 
 def check_grid(folder, num_rows, rows_a_batch, workers, longest=48):
@@ -418,7 +432,7 @@ def test_the_folder_is_the_same_for_every_number_of_workers(rows, captured, tmp_
 
 def test_claims_of_the_living_are_left_and_those_of_the_dead_are_void(tmp_path):
     claims, host = Claims(tmp_path), socket.gethostname()
-    living = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    living = fork(lambda: time.sleep(60))
     living.start()
     try:
         held = tmp_path / f"shard-00000.claim@{host}@{living.pid}"
@@ -510,6 +524,30 @@ def test_resume_writes_only_what_is_missing_and_the_same_bytes(rows, captured, t
     assert written == [shard_path(folder, number).name for number in (1, 2, 3)] and files(folder) == expected
     run_capture(rows, folder, not_again, batch_tokens=64)
     assert files(folder) == expected
+
+
+def test_a_shard_that_comes_while_a_worker_starts_is_kept(rows, captured, tmp_path, monkeypatch):
+    """Another worker writes a shard and its record just after this one has looked: the record stays, as that worker
+    relies on it."""
+    folder, written, looked = tmp_path / "features", [], []
+    folder.mkdir()
+    shutil.copy(captured / CODEC, folder / CODEC)
+    records, write = cache.records, cache.write_shard
+
+    def look(*arguments):
+        found = records(*arguments)
+        if not looked:
+            shutil.copy(shard_path(captured, 0), shard_path(folder, 0))
+            record = read_json(captured / MANIFEST)["shards"][0]
+            write_json(shard_path(folder, 0).with_suffix(".json"), record)
+        looked.append(found)
+        return found
+
+    monkeypatch.setattr(cache, "records", look)
+    monkeypatch.setattr(cache, "write_shard", lambda path, *rest: (written.append(path.name), write(path, *rest))[1])
+    run_capture(rows, folder, batch_tokens=64)
+    assert looked[0] == {} and written == [shard_path(folder, number).name for number in range(1, 5)]
+    assert files(folder) == files(captured)
 
 
 def test_a_worker_that_died_at_its_very_end_leaves_nothing(rows, captured, tmp_path):

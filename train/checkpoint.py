@@ -63,6 +63,7 @@ def prune(folder: Path, keep: int) -> None:
     stay = {*complete(folder)[-keep:], best(folder)}
     for path in complete(folder):
         if path not in stay:
+            (path / "trainer.json").unlink()  # first: what is killed half-way must not look complete
             shutil.rmtree(path)
 
 

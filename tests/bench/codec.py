@@ -28,8 +28,7 @@ from train.data import split_rows  # noqa: E402
 from train.evaluate import heldout_measures  # noqa: E402
 
 RUNS = [
-    *(("bf16", None, seed) for seed in range(3)),
-    *(("lowrank", 288, seed) for seed in range(3)),
+    *(run for seed in range(3) for run in (("bf16", None, seed), ("lowrank", 288, seed))),
     ("int8", None, 0),
     ("lowrank", 1440, 0),
     ("lowrank", 576, 0),

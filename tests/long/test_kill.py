@@ -5,7 +5,6 @@ function of the prompt. Processes are forks of this one, so that torch is import
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -17,8 +16,8 @@ import time
 
 import pytest
 import run_helpers as helpers
-import torch
 from stub_server import answer
+from test_store import files, fork
 
 from data_prep.files import JsonLines
 from data_prep.run import PrepConfig, load_config, main
@@ -33,14 +32,8 @@ def config(stage, cache_dir, *overrides):
 
 @contextlib.contextmanager
 def forks(*jobs):
-    """One process a job, each in a group of its own; all of them end with the block."""
-
-    def run(job):
-        os.setpgrp()
-        torch.set_num_threads(1)  # a fork cannot use its parent's threads
-        job()
-
-    made = [multiprocessing.get_context("fork").Process(target=run, args=(job,)) for job in jobs]
+    """One process a job; all of them end with the block."""
+    made = [fork(job) for job in jobs]
     try:
         for process in made:
             process.start()
@@ -63,10 +56,6 @@ def wait_for(found, processes, timeout=60):
         assert time.time() < end and any(process.is_alive() for process in processes), "nothing came"
         time.sleep(0.002)
     return seen
-
-
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")

@@ -101,6 +101,7 @@ def rank_main(cache: Path) -> None:
                     save_file(found, cache / f"{world}-{objective.value}-{stage}-{name}.safetensors")
     if rank == 0:
         (cache / f"bins-{world}.json").write_text(json.dumps(count_bins(cache, world)))
+    torch.distributed.barrier()  # a rank that leaves earlier takes gloo's threads with it
     torch.distributed.destroy_process_group()
 
 
