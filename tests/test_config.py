@@ -184,7 +184,7 @@ def test_every_models_file_composes(name, entry, schema):
 
 @pytest.mark.parametrize(
     "name, layers, taps, block, mask, depth",
-    [  # z-lab's released checkpoints and the paper's settings (notes/method.md)
+    [  # z-lab's released checkpoints and the paper's settings (arXiv 2602.06036)
         ("qwen3_8b", 36, [1, 9, 17, 25, 33], 16, 151669, 5),
         ("qwen3_4b", 36, [1, 9, 17, 25, 33], 16, 151669, 5),
         ("qwen3_coder_30b", 48, [1, 12, 23, 34, 45], 16, 151669, 8),
