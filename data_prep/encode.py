@@ -34,7 +34,7 @@ class EncodedRow:
 
 def encode_row(row: dict, tokenizer, stops: set[int], config: DataConfig) -> list[EncodedRow]:
     """The rows of one conversation: one where each prompt continues the last turn, else one a turn."""
-    about = {"source": row.get("source", 0), "split_key": int(digest(prompt_of(row)), 16)}
+    about = {"source": row.get("source_number", 0), "split_key": int(digest(prompt_of(row)), 16)}
     if "input_ids" in row:
         return [EncodedRow(row["id"], ids=row["input_ids"], loss_mask=row["loss_mask"], **about)]
     messages, out = row["messages"], []

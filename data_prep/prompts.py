@@ -1,5 +1,5 @@
-"""Rows from JSONL, Parquet, Arrow or the Hub, in one form: {id, source, messages, ...} or {id, source, input_ids,
-loss_mask}. What is left out is counted by reason.
+"""Rows from JSONL, Parquet, Arrow or the Hub, in one form: {id, messages, ...} or {id, input_ids, loss_mask}, and where
+there are several data sets the number of theirs. What is left out is counted by reason.
 """
 
 import json
@@ -29,7 +29,8 @@ def read_rows(config: DataConfig, report: Counter | None = None) -> Iterator[dic
             report["conversations read"] += 1
             row = _normal(raw, where)
             row["id"] = f"{number}:{row.get('id', at)}" if several else str(row.get("id", at))
-            row["source"] = number
+            if several:
+                row["source_number"] = number
             if row["id"] in ids:
                 raise ValueError(f"{where}: id {row['id']!r} stands twice, expected unique ids")
             ids.add(row["id"])

@@ -93,7 +93,7 @@ def test_sharegpt_says_the_same(tmp_path):
     rows = talks()
     turns = [[{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in row["messages"]] for row in rows]
     other = [{"id": row["id"], "conversations": found} for row, found in zip(rows, turns)]
-    expected = [{**row, "source": 0} for row in rows]
+    expected = rows
     assert read(write(tmp_path / "a.jsonl", rows)) == expected and read(write(tmp_path / "b.jsonl", other)) == expected
     assert read(parquet(other, tmp_path)) == expected
 
@@ -109,7 +109,7 @@ def test_every_form_of_file_gives_the_same_rows(tmp_path, form):
         call = {"type": "function", "function": {"name": name, "arguments": json.dumps({f"place_{i}": "é"})}}
         rows[i]["messages"][1:1] = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "here"}]
     expected = read(write(tmp_path / "rows.jsonl", rows))
-    assert expected[3]["tools"] == rows[3]["tools"] and expected[5] == {**rows[5], "source": 0}
+    assert expected[3]["tools"] == rows[3]["tools"] and expected[5] == rows[5]
     assert expected[9]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"place_9": "é"}
     assert read(form(rows, tmp_path)) == expected
 
@@ -128,7 +128,7 @@ def test_several_sources_keep_their_ids_apart_and_their_limits(tmp_path):
     report = Counter()
     found = read({"path": one, "limit": 4}, other, report=report)
     assert [row["id"] for row in found] == [f"0:talk/{i}" for i in range(4)] + [f"1:talk/{i}" for i in range(30)]
-    assert [row["source"] for row in found] == [0] * 4 + [1] * 30
+    assert [row["source_number"] for row in found] == [0] * 4 + [1] * 30
     assert found[4]["messages"] == talks(seed=1)[0]["messages"]
     assert report == {"conversations read": 34, "conversations": 34}
     few = read({"path": one, "limit": 4}, other, limit=7)

@@ -9,7 +9,9 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -524,6 +526,24 @@ def test_resume_writes_only_what_is_missing_and_the_same_bytes(rows, captured, t
     assert written == [shard_path(folder, number).name for number in (1, 2, 3)] and files(folder) == expected
     run_capture(rows, folder, not_again, batch_tokens=64)
     assert files(folder) == expected
+
+
+def test_a_worker_killed_in_the_midst_of_a_file_leaves_nothing(rows, captured, tmp_path):
+    """By the kernel, behind a limit of file sizes, while the library writes to a temporary file of its own."""
+    folder = tmp_path / "features"
+
+    def dies():
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        run_capture(rows, folder, batch_tokens=64)
+
+    process = fork(dies)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGXFSZ and not (folder / MANIFEST).exists()
+    run_capture(rows, folder, batch_tokens=64)
+    assert files(folder) == files(captured)
 
 
 def test_a_shard_that_comes_while_a_worker_starts_is_kept(rows, captured, tmp_path, monkeypatch):
