@@ -4,7 +4,7 @@
 
 For each codec: stored bytes a token against bf16, energy lost, and tau_anchor on held-out rows of the demo (over
 20,000 blocks in three seeds), whose features the target computes anew, never packed. Three paired seeds for bf16 and
-the default low-rank codec (same start, rows and anchors), one for the rest. Results: docs/codecs.md.
+the default low-rank codec (same start, rows and anchors), one for the rest. What was run: docs/codecs.md.
 """
 
 import contextlib
