@@ -131,8 +131,11 @@ def capture(rows: Store, folder: Path, recipe: dict, name: str, config: CacheCon
     folder.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder)
     done = set(records(folder, num_shards))
-    for number in set(range(num_shards)) - done:  # a record without its shard is none
-        shard_path(folder, number).with_suffix(".json").unlink(missing_ok=True)
+    for number in set(range(num_shards)) - done:
+        path = shard_path(folder, number)
+        with contextlib.suppress(FileNotFoundError):  # a record without its shard is none; look again, it may just come
+            if not path.exists() or path.stat().st_size != read_json(path.with_suffix(".json"))["bytes"]:
+                path.with_suffix(".json").unlink()
     tokens = [int(rows.index["length"][a:b].sum()) for a, b in pairwise(rows.first_rows)]
     left = sum(count for number, count in enumerate(tokens) if number not in done)
     refuse_small_disk(folder, left * recipe["bytes_per_token"])

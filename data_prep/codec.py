@@ -13,6 +13,7 @@ Shapes: T tokens, F features, R what training reads (F, or the rank), D hidden.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -71,8 +72,10 @@ class Codec:
         """Write the codec, unless another worker was first."""
         tensors = {"scale": self.scale_R, "map": self.map_FR, "lift": self.lift_FR}
         meta = {"dtype": str(self.dtype).removeprefix("torch."), "error": self.error}
-        part = part_path(path)
+        folder = part_path(path)
+        part = folder / path.name
         try:
+            folder.mkdir(exist_ok=True)
             save_file(
                 {k: v.contiguous() for k, v in tensors.items() if v is not None}, part, {"meta": json.dumps(meta)}
             )
@@ -83,7 +86,7 @@ class Codec:
         except SafetensorError as error:  # how the library reports a full disk
             raise OSError(f"cache.dir: {path} could not be written ({error}); make room, run again") from None
         finally:
-            part.unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     @staticmethod
     def load(path: Path) -> "Codec":

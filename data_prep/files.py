@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def is_abandoned(path: Path) -> bool:
 def remove_abandoned(folder: Path) -> None:
     for path in folder.glob("*@*@*"):
         if is_abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
 
 

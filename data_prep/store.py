@@ -15,6 +15,7 @@ is there is whole.
 import bisect
 import functools
 import json
+import shutil
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -55,8 +56,10 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], about: dict) -> 
     about: stands in the header, as one key: safetensors writes several in random order. Raises OSError, one line, when
     the disk is full.
     """
-    part = part_path(path)
+    folder = part_path(path)  # the library has temporary files of its own, which a killed process leaves there
+    part = folder / path.name
     try:
+        folder.mkdir(exist_ok=True)
         save_file(tensors, part, {"meta": json.dumps(about, sort_keys=True)})
         part.chmod(0o644)  # the library leaves it to the owner alone
         flush(part)
@@ -65,7 +68,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], about: dict) -> 
     except SafetensorError as error:  # how the library reports a full disk
         raise OSError(f"cache.dir: {path} could not be written ({error}); what is finished stays, run again") from None
     finally:
-        part.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
     return record
 
 

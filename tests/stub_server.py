@@ -1,12 +1,14 @@
 """A stub of an OpenAI-compatible server: its answer is a function of the prompt's token ids, and it may misbehave.
 
-python tests/stub_server.py PORT SEED      serves until it is killed; one request in three fails, stalls or is cut
+python tests/stub_server.py PORT SEED      serves as long as its parent lives; one request in three fails, stalls or is cut
 """
 
 import json
+import os
 import random
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 END = 257  # of the tiny target
@@ -105,4 +107,6 @@ class StubServer:
 if __name__ == "__main__":
     with StubServer(int(sys.argv[1]), seed=int(sys.argv[2])) as server:
         print(server.url, flush=True)
-        threading.Event().wait()
+        parent = os.getppid()
+        while os.getppid() == parent:
+            time.sleep(1)
