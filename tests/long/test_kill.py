@@ -135,7 +135,7 @@ def test_a_regeneration_that_is_killed_again_and_again(servers, tmp_path):
             said = bytes(token for token in ids if token < 256).decode()
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
             about = {"answer_ids": ids, "finish": finish, "num_tokens": len(ids)}
-            expected.append({"id": f"p/{i}", "source": 0, "messages": messages, **about})
+            expected.append({"id": f"p/{i}", "messages": messages, **about})
     known = {row["id"]: row for row in expected}
     urls = f"data.server=[{','.join(servers)}]"
     made = config("regenerate", tmp_path, f"data.path={path}", urls, "data.concurrency=8", f"data.max_new_tokens={NEW}")
