@@ -1,6 +1,6 @@
 """A stub of an OpenAI-compatible server: its answer is a function of the prompt's token ids, and it may misbehave.
 
-python tests/stub_server.py PORT SEED      serves as long as its parent lives; one request in three fails, stalls or is cut
+python tests/stub_server.py PORT SEED    serves while its parent lives; one request in three fails, stalls or is cut
 """
 
 import json
