@@ -292,8 +292,11 @@ class Preparation:
             )
             manifest = {"schema": SCHEMA, "recipe": self.rows_recipe, "report": dict(report), **written}
             write_json(part / MANIFEST, manifest)
-            with contextlib.suppress(OSError):  # another process was first, and has the same
+            try:
                 part.rename(folder)
+            except OSError:
+                if not (folder / MANIFEST).exists():  # else another process was first, and has the same
+                    raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
 

@@ -27,7 +27,7 @@ from data_prep.prompts import prompt_of
 WINDOW = 8  # batches that are sorted by length together
 TRIES = 5  # of a request, with pauses of 1, 2, 4, 8 seconds, on one server after the other
 GIVE_UP = 100  # rows in a row that no server answers
-ANSWER_KEYS = ("messages", "answer_ids", "finish", "num_tokens")  # of a row that was answered before
+ANSWER_KEYS = ("messages", "answer_ids", "finish", "num_tokens", "tokenised_here")  # of a row that was answered before
 
 
 def template_arguments(config: DataConfig) -> dict:
@@ -130,7 +130,7 @@ def _append(answers, out, at: dict[str, int], bar) -> Counter:
 
 def _write_in_order(ids: list[str], at: dict[str, int], part: Path, final: Path) -> dict:
     """The answers in the order of the prompts; returns their counts."""
-    finish, num_tokens, temporary = Counter(stop=0, length=0), 0, part_path(final)
+    finish, num_tokens, made_here, temporary = Counter(stop=0, length=0), 0, 0, part_path(final)
     with part.open("rb") as source, temporary.open("wb") as out:
         for name in ids:
             source.seek(at[name])
@@ -138,9 +138,12 @@ def _write_in_order(ids: list[str], at: dict[str, int], part: Path, final: Path)
             row = json.loads(line)
             finish[row["finish"]] += 1
             num_tokens += row["num_tokens"]
+            made_here += row.get("tokenised_here", False)
             out.write(line)
     temporary.rename(final)
-    return {"rows": len(ids), "answer_tokens": num_tokens, "finish": dict(finish)}
+    if made_here:
+        print(f"regenerate: {made_here} answers came as text alone; their tokens were made here, and may be others")
+    return {"rows": len(ids), "answer_tokens": num_tokens, "finish": dict(finish), "tokenised_here": made_here}
 
 
 def _how(config: DataConfig, target_name: str) -> dict:
@@ -256,11 +259,15 @@ def _served(choice: dict, tokenizer, stops: set[int]) -> dict:
     """
     if choice["finish_reason"] not in ("stop", "length"):
         raise ValueError(f"finish_reason {choice['finish_reason']!r} found, expected stop or length")
-    ids = choice.get("token_ids") or tokenizer(choice["text"], add_special_tokens=False).input_ids
+    ids = choice.get("token_ids")
+    made_here = ids is None
+    if made_here:
+        ids = tokenizer(choice["text"], add_special_tokens=False).input_ids
     if choice["finish_reason"] == "stop" and (not ids or ids[-1] not in stops):
         reason = choice.get("stop_reason")
         ids = [*ids, reason if reason in stops else _end(tokenizer, stops)]
-    return _answer(tokenizer, ids, stops) | {"finish": choice["finish_reason"]}
+    answer = _answer(tokenizer, ids, stops) | {"finish": choice["finish_reason"]}
+    return answer | ({"tokenised_here": True} if made_here else {})
 
 
 def _end(tokenizer, stops: set[int]) -> int:

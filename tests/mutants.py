@@ -34,6 +34,7 @@ BLOCKS, OBJECTIVE, MODEL, GENERATE = (f"dflash/{name}.py" for name in ("blocks",
 MASK = "test_blocks.py::test_block_mask_is_the_dense_mask"
 MADE = "test_blocks.py::test_make_blocks"
 LOSS = "test_objective.py::test_block_loss_is_the_double_loop"
+OTHER = "test_objective.py::test_other_objectives_are_their_double_loops"
 CAUSAL = "test_model.py::test_context_is_causal_and_of_one_document"
 FORMULA = "test_model.py::test_drafter_is_zlabs_formula"
 SERVE = "test_model.py::test_training_forward_is_the_decoder_with_its_cache"
@@ -94,16 +95,17 @@ MUTANTS = [
         "test_blocks.py::test_anchors_depend_on_the_arguments_alone",
     ),
     # objective
-    Mutant("loss without weight", OBJECTIVE, "loss += (weight * (", "loss += (1.0 * (", LOSS),
+    Mutant("loss without weight", OBJECTIVE, "(weight_N * loss_N).sum()", "loss_N.sum()", LOSS),
     Mutant(
-        "gradient without weight", OBJECTIVE, "torch.mul(probs, weight * ends.logit_scale",
-        "torch.mul(probs, ends.logit_scale", LOSS,
+        "gradient without weight", OBJECTIVE, "(grad_ND * grad_N[:, None]).to(grad_ND.dtype)", "grad_ND.clone()", LOSS,
     ),
     Mutant("soft-cap without slope", OBJECTIVE, "if ends.softcap is not None:", "if False:", LOSS),
     Mutant(
-        "gradient without the logit scale", OBJECTIVE, "torch.mul(probs, weight * ends.logit_scale",
-        "torch.mul(probs, weight", LOSS,
+        "gradient without the logit scale", OBJECTIVE, "torch.mul(probs, ends.logit_scale", "torch.mul(probs, 1.0", LOSS,
     ),
+    Mutant("D-PACE forgets the later slots", OBJECTIVE, "chain_AS.flip(1).cumsum(dim=1).flip(1)", "chain_AS", OTHER),
+    Mutant("D-PACE without smoothing", OBJECTIVE, "alpha: float = 0.5", "alpha: float = 0.0", OTHER),
+    Mutant("distillation towards the label", OBJECTIVE, "if teacher_ND is None:", "if True:", OTHER),
     Mutant("a chunk is lost", OBJECTIVE, "0, len(hidden_ND), chunk)", "0, len(hidden_ND) - 1, chunk)", LOSS),
     Mutant("right slots from the labels", OBJECTIVE, "= predicted_N == label_N", "= predicted_N == predicted_N", LOSS),
     # the drafter
@@ -189,8 +191,8 @@ MUTANTS = [
     Mutant(
         "rank-local denominator",
         DATA,
-        "            weight += float(batch.blocks.weight_AS.double().sum())\n            if mine:\n",
-        "            if mine:\n                weight += float(batch.blocks.weight_AS.double().sum())\n",
+        "weight += normaliser(blocks, self.objective)",
+        "weight += normaliser(blocks, self.objective) if mine else 0.0",
         SAME,
     ),
     Mutant(
@@ -220,9 +222,30 @@ MUTANTS = [
     Mutant(
         "the last rows of an epoch are dropped",
         DATA,
-        "return -(-num_rows // rows_per_step)",
-        "return num_rows // rows_per_step",
-        "test_data.py::test_every_row_exactly_once_an_epoch",
+        "return -(-len(self.order(0)) // self.batch.rows_per_step)",
+        "return len(self.order(0)) // self.batch.rows_per_step",
+        SAME,
+    ),
+    Mutant(
+        "the teacher's state of the label's own position",
+        DATA,
+        "[token_N - 1]",
+        "[token_N]",
+        "test_data.py::test_the_teachers_state_stands_one_before_the_label",
+    ),
+    Mutant(
+        "D-PACE divided by the decay's weights",
+        DATA,
+        "if objective == Objective.dpace:",
+        "if False:",
+        "test_data.py::test_d_pace_is_divided_by_the_number_of_blocks",
+    ),
+    Mutant(
+        "a step that is not finite is taken",
+        ENGINE,
+        "(~norm.isfinite()).float()",
+        "torch.zeros(())",
+        "test_resume.py::test_a_step_that_is_not_finite_is_skipped_and_counted",
     ),
     Mutant(
         "bins over the anchor budget",
@@ -278,8 +301,8 @@ MUTANTS = [
     Mutant(
         "schedule off by one",
         TRAINER,
-        "learning_rate(step, total, config.optim)",
-        "learning_rate(step + 1, total, config.optim)",
+        "learning_rate(step, total, optim)",
+        "learning_rate(step + 1, total, optim)",
         "test_resume.py::test_logged_learning_rates_are_those_of_the_schedule",
     ),
     Mutant(
@@ -300,8 +323,8 @@ MUTANTS = [
     Mutant(
         "resume repeats a step",
         TRAINER,
-        'step, tau = trainer["step"], trainer["tau"]',
-        'step, tau = trainer["step"] - 1, trainer["tau"]',
+        'step, tau, run_id = trainer["step"], trainer["tau"]',
+        'step, tau, run_id = trainer["step"] - 1, trainer["tau"]',
         RESUME,
     ),
     Mutant(

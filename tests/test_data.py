@@ -13,7 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data import Steps, epoch_order, pack, split_rows
+from data_prep.store import Row
+from dflash.objective import Objective
+from train.data import Steps, epoch_order, make_batch, pack, split_rows
 
 GAMMA, SLOTS, PER_ROW = 4.0, 8, 12
 BUDGETS = [(400, 200), (128, 12), (111, 30)]  # of tokens and anchors
@@ -189,3 +191,28 @@ def test_bins_keep_to_both_budgets_and_drop_nothing(items, max_tokens, max_ancho
         before = [i for i in first if (-tokens[i], i) < (-tokens[item], item)]
         full = sum(tokens[i] for i in before) + tokens[item] > max_tokens
         assert full or sum(anchors[i] for i in before) + anchors[item] > max_anchors
+
+
+def test_the_teachers_state_stands_one_before_the_label():
+    """What predicts the token at a position is the target's state of the position before it; rows told by their value."""
+    model = helpers.config("unused").model
+    rows = []
+    for number, length in enumerate((14, 9)):
+        last = torch.stack([torch.full((length,), float(number)), torch.arange(length).float()], dim=1)
+        ids, mask = torch.arange(length) + 10 * number, torch.ones(length, dtype=torch.bool)
+        rows.append(Row(number, f"r{number}", ids, mask, last, last))
+    batch = make_batch(rows, [torch.tensor([2, 11]), torch.tensor([0])], model)
+    labels = batch.blocks.label_AS.flatten()[batch.weighted_N].tolist()
+    found = [(int(row), int(at)) for row, at in batch.teacher_ND]
+    assert len(found) == len(labels) > 10 and {row for row, _ in found} == {0, 1}
+    assert [10 * row + at + 1 for row, at in found] == labels
+
+
+def test_d_pace_is_divided_by_the_number_of_blocks(store):
+    """Those with a label behind the anchor, counted by hand; the empty bin that fills up a rank counts for nothing."""
+    config = helpers.config(store.folder, "batch.rows_per_step=9", f"batch.anchors_per_row={PER_ROW}")
+    rows = list(range(len(store)))
+    for world in (1, 2):
+        step = Steps(store, rows, config.model, config.batch, 3, 0, world, objective=Objective.dpace)[0]
+        anchors = sum(min(PER_ROW, len(eligible_by_loop(store.row(row).loss_mask_T.tolist()))) for row in rows)
+        assert step.weight == anchors == step.num_anchors
