@@ -11,6 +11,7 @@ the recipe alone, shards are renamed into place whole, and one that is written t
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import socket
@@ -131,11 +132,7 @@ def capture(rows: Store, folder: Path, recipe: dict, name: str, config: CacheCon
     folder.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder)
     done = set(records(folder, num_shards))
-    for number in set(range(num_shards)) - done:
-        path = shard_path(folder, number)
-        with contextlib.suppress(FileNotFoundError):  # a record without its shard is none; look again, it may just come
-            if not path.exists() or path.stat().st_size != read_json(path.with_suffix(".json"))["bytes"]:
-                path.with_suffix(".json").unlink()
+    remove_void_records(folder, set(range(num_shards)) - done)
     tokens = [int(rows.index["length"][a:b].sum()) for a, b in pairwise(rows.first_rows)]
     left = sum(count for number, count in enumerate(tokens) if number not in done)
     refuse_small_disk(folder, left * recipe["bytes_per_token"])
@@ -162,14 +159,7 @@ def capture(rows: Store, folder: Path, recipe: dict, name: str, config: CacheCon
                 run = stack.enter_context(start())
                 codec = the_codec(rows, folder, config, run)
             part, claim = rows.rows_of(number), claims.mine
-
-            def keep(states, claim=claim, number=number, codec=codec):
-                """Check and pack a batch on the target's device, and give a sign of life."""
-                refuse_unsound(torch.cat([features_TF for features_TF, *_ in states]), recipe["taps"], number)
-                claim.touch()
-                bar.update(sum(len(features_TF) for features_TF, *_ in states))
-                return [(codec.encode(x).cpu(), *(t.to(torch.bfloat16).cpu() for t in last)) for x, *last in states]
-
+            keep = functools.partial(check_and_pack, codec, recipe["taps"], number, claim, bar)
             packed = run_batches(run, [row.ids_T.tolist() for row in part], config.batch_tokens, keep)
             if pending is not None:
                 pending.result()
@@ -179,6 +169,22 @@ def capture(rows: Store, folder: Path, recipe: dict, name: str, config: CacheCon
             pending.result()
     complete(rows, folder, recipe)
     return Store(folder)
+
+
+def check_and_pack(codec: Codec, taps: list[int], number: int, claim: Path, bar, states: list[tuple]) -> list[tuple]:
+    """What is stored of a batch of shard `number`, packed on the target's device; also a sign of life."""
+    refuse_unsound(torch.cat([features_TF for features_TF, *_ in states]), taps, number)
+    claim.touch()
+    bar.update(sum(len(features_TF) for features_TF, *_ in states))
+    return [(codec.encode(x).cpu(), *(last_TD.to(torch.bfloat16).cpu() for last_TD in last)) for x, *last in states]
+
+
+def remove_void_records(folder: Path, numbers: set[int]) -> None:
+    """Remove records whose shard is not there; each is looked at again, as it may just have come."""
+    for path in (shard_path(folder, number) for number in numbers):
+        with contextlib.suppress(FileNotFoundError):
+            if not path.exists() or path.stat().st_size != read_json(path.with_suffix(".json"))["bytes"]:
+                path.with_suffix(".json").unlink()
 
 
 def _finish(folder: Path, number: int, claim: Path, part: list[Row], name: str, features_TR, last_TD=None) -> None:

@@ -4,7 +4,6 @@ is named by the hash of all that determines it; what is there is not done again.
 
 import contextlib
 import functools
-import itertools
 import json
 import shutil
 from collections import Counter
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from data_prep.audit import check_cache, check_rows
 from data_prep.cache import capture
@@ -22,16 +21,14 @@ from data_prep.config import Answers, Backend, CacheConfig, CacheMode, CodecKind
 from data_prep.demo.target import NAME as DEMO_TARGET
 from data_prep.demo.target import ORIGIN as DEMO_ORIGIN
 from data_prep.demo.target import demo_target
-from data_prep.encode import describe_report, encode_row, encode_rows
+from data_prep.encode import describe_report, encode_rows
 from data_prep.files import JsonLines, digest, is_abandoned, part_path, sampled_digest, write_json
-from data_prep.prompts import collect, local_path, prompt_of, read_rows, source_identity
-from data_prep.regenerate import WINDOW, regenerate, render, stop_ids
+from data_prep.prompts import collect, prompt_of, source_identity
+from data_prep.regenerate import WINDOW, regenerate, stop_ids
 from data_prep.store import MANIFEST, SCHEMA, Store, write_rows
 from dflash.config import ModelConfig, drafter_config
 from dflash.released import adopt, read_released
 from dflash.target import features, load_target
-
-IN_PROCESS_PARAMETERS = 1_000_000_000  # a larger target answers too slowly without a serving engine
 
 
 class Preparation:
@@ -83,43 +80,8 @@ class Preparation:
             trust_remote_code=self.model.trust_remote_code, **self.model.load,
         )  # fmt: skip
 
-    def num_parameters(self) -> int:
-        with torch.device("meta"):
-            trusted = self.model.trust_remote_code
-            model = AutoModelForCausalLM.from_config(self.target_config, trust_remote_code=trusted)
-        return sum(p.numel() for p in model.parameters())
-
     def target_name(self) -> str:
         return DEMO_TARGET if self.model.target == "demo" else self.model.target
-
-    def print_plan(self) -> None:
-        """Rows, tokens, bytes and hours, before the work starts. Raises ValueError for what cannot be done here."""
-        rows, report = self.rows
-        some = list(itertools.islice((row for row in rows if "messages" in row), 64))
-        prompts = [len(render(self.tokenizer, prompt_of(row), self.data, row.get("tools"))) for row in some]
-        answers = [len(row["answer_ids"]) for row in some if "answer_ids" in row]
-        answering = self.data.answers == Answers.target
-        answer = sum(answers) / len(answers) if answers and not answering else self.data.max_new_tokens
-        length = min(sum(prompts) / max(len(prompts), 1) + answer, self.data.max_length)
-        tokens, parameters = round(length * report["conversations"]), self.num_parameters()
-        speed = 1e14 if torch.cuda.is_available() else 2.5e11  # FLOP/s that a forward reaches, roughly
-        hours = 2 * parameters * tokens / speed / 3600
-        print(
-            f"plan: {report['conversations']} rows, at most about {tokens} tokens,"
-            f" {tokens * self.bytes_per_token / 1e9:.2f} GB of features ({self.bytes_per_token} bytes a token,"
-            f" {self.cache.codec.value}), capture about"
-            f" {hours:.2g} h at {speed:.0e} FLOP/s"
-        )
-        if answering and not self.data.server and parameters > IN_PROCESS_PARAMETERS:
-            raise ValueError(
-                f"data.server: {self.model.target} has {parameters / 1e9:.1f}e9 parameters, too many to answer in"
-                f" process; start `vllm serve {self.model.target} --port 8000` and add"
-                " 'data.server=[http://HOST:8000/v1]'"
-            )
-        if answering:  # token by token, a forward is bound by memory: a twentieth of the speed, roughly
-            servers = len(self.data.server)
-            how = f"{servers} server(s), at their speed" if servers else f"in process, about {20 * hours:.2g} h"
-            print(f"plan: the target answers first: {how}")
 
     def provenance(self, store: Store) -> dict:
         """What a checkpoint and an export say of where they come from."""
@@ -368,34 +330,6 @@ class Preparation:
             f"audit: {len(store)} rows in {len(store.first_rows) - 1} shards are sound; {num_rows} rows run again"
             f" differ by {worst:.2g} of their norm at most"
         )
-
-
-def check(model: ModelConfig, data: DataConfig, cache: CacheConfig) -> None:
-    """Validate all that can be without loading weights, and say what could not be."""
-    print(f"checked: the config's keys and values, taps {model.taps or 'by rule'}, mask token {model.mask_token_id}")
-    try:
-        preparation = Preparation(model, data, cache)
-    except OSError as error:
-        print(f"not checked: config, tokenizer and template of {model.target} ({str(error).splitlines()[0]})")
-        size = bytes_per_token(cache, len(model.taps or range(model.num_taps)) * (model.hidden_size or 0))
-    else:
-        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-        encode_row({"id": "probe", "messages": messages}, preparation.tokenizer, preparation.stops, data)
-        size = preparation.bytes_per_token
-        print(f"checked: target config, tokenizer, template; stop tokens {sorted(preparation.stops)}")
-    num_rows = 0
-    for source in data.sources:
-        if local_path(source).exists():
-            found = sum(1 for _ in read_rows(DataConfig(sources=[source], limit=data.limit)))
-            print(f"checked: {found} rows of {source.path}")
-        else:
-            found = source.limit or data.limit or 0
-            print(f"not checked: the data set {source.path} on the Hub")
-        num_rows += found
-    cache.dir.mkdir(parents=True, exist_ok=True)
-    most = min(num_rows, data.limit or num_rows) * data.max_length * size
-    free = shutil.disk_usage(cache.dir).free
-    print(f"checked: disk at {cache.dir}: at most {most / 1e9:.1f} GB of features, {free / 1e9:.1f} GB free")
 
 
 def describe(config) -> dict:

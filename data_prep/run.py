@@ -118,7 +118,8 @@ def _help(schema: type, prefix: str = "") -> str:
 
 
 def main(config: PrepConfig) -> None:
-    from data_prep.prepare import Preparation, check
+    from data_prep.plan import check, print_plan
+    from data_prep.prepare import Preparation
 
     if config.check:
         check(config.model, config.data, config.cache)
@@ -127,7 +128,7 @@ def main(config: PrepConfig) -> None:
     if config.stage == Stage.audit:
         preparation.audit()
         return
-    preparation.print_plan()
+    print_plan(preparation)
     stages = {
         Stage.regenerate: preparation.answer,
         Stage.encode: preparation.encode,

@@ -165,6 +165,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x_BQD, context_BTD, cos, sin, mask, cache):
+        """[B, Q, D]. cos, sin [B, N, 1, K]: of the context's positions, then of the slots'. mask: see `attend`."""
         first_slot = context_BTD.shape[1]
         both_BND = torch.cat((context_BTD.to(x_BQD.dtype), x_BQD), dim=1)
         q = self.q_norm(self.q_proj(x_BQD).unflatten(-1, (-1, self.head_dim)))

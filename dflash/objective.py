@@ -80,6 +80,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_ND, label_N, ends: TargetEnds, chunk: int, teacher_ND=None):
+        """label_N: int64 ids. chunk: slots whose logits exist at one time."""
         grad_ND = torch.empty_like(hidden_ND, dtype=ends.head_VD.dtype)
         loss_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
         predicted_N = torch.empty_like(label_N)

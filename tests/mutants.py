@@ -101,7 +101,8 @@ MUTANTS = [
     ),
     Mutant("soft-cap without slope", OBJECTIVE, "if ends.softcap is not None:", "if False:", LOSS),
     Mutant(
-        "gradient without the logit scale", OBJECTIVE, "torch.mul(probs, ends.logit_scale", "torch.mul(probs, 1.0", LOSS,
+        "gradient without the logit scale", OBJECTIVE, "torch.mul(probs, ends.logit_scale",
+        "torch.mul(probs, 1.0", LOSS,
     ),
     Mutant("D-PACE forgets the later slots", OBJECTIVE, "chain_AS.flip(1).cumsum(dim=1).flip(1)", "chain_AS", OTHER),
     Mutant("D-PACE without smoothing", OBJECTIVE, "alpha: float = 0.5", "alpha: float = 0.0", OTHER),
@@ -323,8 +324,8 @@ MUTANTS = [
     Mutant(
         "resume repeats a step",
         TRAINER,
-        'step, tau, run_id = trainer["step"], trainer["tau"]',
-        'step, tau, run_id = trainer["step"] - 1, trainer["tau"]',
+        'return trainer["step"], trainer["wandb"]',
+        'return trainer["step"] - 1, trainer["wandb"]',
         RESUME,
     ),
     Mutant(
@@ -498,7 +499,7 @@ MUTANTS = [
         "test_regenerate.py::test_text_becomes_tokens_with_the_stop_token_behind_it",
     ),
     Mutant(
-        "a server's tokens are made from its text", REGENERATE, 'choice.get("token_ids") or tokenizer(', "tokenizer(",
+        "a server's tokens are made from its text", REGENERATE, "made_here = ids is None", "made_here = True",
         "test_regenerate.py::test_servers_get_the_prompts_ids_and_their_tokens_are_taken_verbatim",
     ),
     Mutant(

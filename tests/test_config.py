@@ -8,7 +8,8 @@ import re
 import pytest
 import run_helpers as helpers
 
-from data_prep.prepare import Preparation, check
+from data_prep.plan import check
+from data_prep.prepare import Preparation
 from data_prep.prompts import read_rows
 from data_prep.run import PrepConfig, load_config
 from data_prep.store import Store

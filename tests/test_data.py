@@ -194,7 +194,7 @@ def test_bins_keep_to_both_budgets_and_drop_nothing(items, max_tokens, max_ancho
 
 
 def test_the_teachers_state_stands_one_before_the_label():
-    """What predicts the token at a position is the target's state of the position before it; rows told by their value."""
+    """What predicts the token at a position is the target's state one before it; states tell their place."""
     model = helpers.config("unused").model
     rows = []
     for number, length in enumerate((14, 9)):

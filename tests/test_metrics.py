@@ -18,7 +18,8 @@ from train.config import EngineConfig, OptimConfig
 from train.data import Step
 from train.engine import TorchEngine
 from train.evaluate import PromptResult, heldout_measures, loops, summarise, walk
-from train.trainer import SkipLimit, Sums, prefix_right, train_line
+from train.log import train_line
+from train.trainer import SkipLimit, Sums, prefix_right
 
 CPU = torch.device("cpu")
 

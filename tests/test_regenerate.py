@@ -198,6 +198,7 @@ def test_sampling_is_asked_for_with_a_seed_of_each_row(rows, tmp_path, no_waitin
 def test_text_becomes_tokens_with_the_stop_token_behind_it(rows, tmp_path, no_waiting):
     with StubServer(gives_ids=False) as server:
         assert_answered(serve_and_read(rows, tmp_path, server), rows, bytes_only=True)
+    assert json.loads((tmp_path / "manifest.json").read_text())["tokenised_here"] == len(rows)
 
 
 @pytest.mark.parametrize("fault, stall", [*((fault, 0.1) for fault in FAULTS), ("stall", 9)])

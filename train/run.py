@@ -16,7 +16,7 @@ from train.config import RunConfig, Stage
 
 
 def main(config: RunConfig) -> None:
-    from data_prep.prepare import check
+    from data_prep.plan import check
     from train import launch
 
     launch.adopt_slurm(config.launch)
@@ -41,13 +41,14 @@ def main(config: RunConfig) -> None:
 
 def run(config: RunConfig) -> None:
     """Data stages in this process, before any process group exists; then the ranks; then evaluation and export."""
+    from data_prep.plan import print_plan
     from data_prep.prepare import Preparation
     from train import launch
     from train.data import require_room
     from train.evaluate import evaluation_prompts
 
     preparation = Preparation(config.model, config.data, config.cache)
-    preparation.print_plan()
+    print_plan(preparation)
     if config.stage == Stage.all:
         evaluation_prompts(config, preparation)  # a set that cannot be had is refused now, not behind the training
     if not preparation.features_folder.exists():

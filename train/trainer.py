@@ -1,8 +1,6 @@
 """The loop: resume; while step < total: batch -> step -> log -> measure -> save."""
 
-import contextlib
 import math
-import resource
 import signal
 import time
 from collections import deque
@@ -17,7 +15,6 @@ from data_prep.codec import Codec
 from data_prep.files import file_digest
 from data_prep.prepare import describe
 from data_prep.store import CODEC, Store
-from dflash.flops import peak_flops, step_flops
 from dflash.model import DFlashDraftModel, TargetEnds
 from dflash.objective import Objective, block_loss
 from train import checkpoint
@@ -25,9 +22,7 @@ from train.config import BatchConfig, OptimConfig, RunConfig, Schedule
 from train.data import Step, Steps, split_rows, to_device
 from train.engine import make_engine
 from train.evaluate import heldout_measures
-from train.log import Log
-
-SUSPICIOUS = 0.97  # share of blocks with a right slot 1 that no published drafter reaches
+from train.log import Log, heldout_line, landmarks, profiler, train_line, useful_flops
 
 
 @dataclass
@@ -169,21 +164,16 @@ def fit(
     steps = Steps(store, rows, config.model, config.batch, config.seed, rank, world, weights, optim.objective)
     total = optim.steps or optim.epochs * steps.per_epoch()
     engine = make_engine(drafter, optim, config.engine, device)
-    folder, step, tau, run_id = config.folder / "checkpoints", 0, 0.0, None
-    skips = SkipLimit(optim.max_skips)
-    if (path := checkpoint.latest(folder)) is not None:
-        state, trainer = checkpoint.load(path)
-        refuse_other_run(config, training, trainer, path, store)
-        step, tau, run_id = trainer["step"], trainer["tau"], trainer.get("wandb")
-        skips.total = trainer["skipped"]
-        engine.load_state(state, step - skips.total)  # a skipped step was none to AdamW
+    folder, skips = config.folder / "checkpoints", SkipLimit(optim.max_skips)
+    path = checkpoint.latest(folder)
+    step, run_id = resume(path, config, training, store, engine, skips) if path else (0, None)
     if rank == 0:
         origin = f"resumed from {path}" if path else "from the start"
         print(f"train: {len(rows)} rows, {total} steps of {config.batch.rows_per_step}, {origin}", flush=True)
         print(f"normal is: {landmarks(drafter.config.vocab_size)}", flush=True)
     log = Log(config.folder, config.log, config.name, describe(config), rank == 0, run_id)
     with log, Stop() as stop, profiler(config, rank) as trace:
-        window, seconds, waited, began = [], 0.0, 0.0, time.perf_counter()
+        window, waited, began = [], 0.0, time.perf_counter()
         for now, wait in read_ahead(steps, step, total, config.engine.prefetch):
             lr = learning_rate(step, total, optim)
             sums = train_step(engine, now, ends, config.batch, lr, optim.objective)
@@ -191,6 +181,7 @@ def fit(
             window.append((now, sums))
             step += 1
             save = step % config.save_every == 0 or step == total or stopping
+            measure = step % config.evaluate.every == 0 or (save and not stopping)
             waited += wait
             if trace is not None:
                 trace.step()
@@ -201,7 +192,8 @@ def fit(
                 skips.count(norms, step)
                 log.write(*train_line(step, total, window, lr, norms, flops, (seconds, waited), skips))
                 window, waited, began = [], 0.0, time.perf_counter()
-            if (step % config.evaluate.every == 0 or (save and not stopping)) and rank == 0:
+            tau = 0.0  # of a step that is not measured: it shall not pass for the best
+            if measure and rank == 0:
                 measured = heldout_measures(engine, ends, store, heldout[: config.evaluate.rows], config)
                 tau = measured["tau"]
                 log.write(*heldout_line(step, measured))
@@ -209,13 +201,7 @@ def fit(
             if save:
                 state = engine.state()
                 if rank == 0:
-                    measured_now = not stopping or step % config.evaluate.every == 0
-                    trainer = {
-                        "step": step,
-                        "tau": tau if measured_now else 0.0,
-                        "config": describe(config),
-                        "training": training,
-                    }
+                    trainer = {"step": step, "tau": tau, "config": describe(config), "training": training}
                     trainer |= {"wandb": log.run_id, "skipped": skips.total}
                     checkpoint.save(folder, state, drafter.config, trainer, store.codec)
                     checkpoint.prune(folder, config.keep)
@@ -225,86 +211,13 @@ def fit(
                 raise SystemExit(f"stopped by a signal at step {step} of {total}; the same command goes on from there")
 
 
-def useful_flops(drafter: DFlashDraftModel, now: Step) -> float:
-    slots = now.num_anchors * drafter.block_size
-    return step_flops(drafter.config, drafter.fc.in_features, now.num_tokens, slots, now.num_weighted, now.num_pairs)
-
-
-def landmarks(vocab_size: int) -> str:
-    """By what a user tells a normal curve."""
-    return (
-        f"a loss near ln V = {math.log(vocab_size):.1f} at the start (random start, head not tied); slot 1 above slot 2"
-        " above slot 3; a published run (Qwen3-8B, one layer, S = 16, 50,000 rows, 3 epochs) has tau_anchor 4.6 held"
-        " out (SpecForge #578)"
-    )
-
-
-def profiler(config: RunConfig, rank: int):
-    """A trace of a few steps of rank 0, for profile=true."""
-    if not config.profile or rank:
-        return contextlib.nullcontext()
-    from torch import profiler as torch_profiler
-
-    return torch_profiler.profile(
-        schedule=torch_profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
-        on_trace_ready=lambda done: done.export_chrome_trace(str(config.folder / "profile.json")),
-    )
-
-
-def heldout_line(step: int, measured: dict) -> tuple[str, dict]:
-    slots = " ".join(f"{p:.2f}" for p in measured["slot_acceptance"])
-    line = f"held out at {step}: tau {measured['tau']:.3f}  tau_anchor {measured['tau_anchor']:.3f}  slots {slots}"
-    return line, {"step": step, **{f"heldout/{name}": value for name, value in measured.items()}}
-
-
-def train_line(
-    step: int, total: int, window: list[tuple[Step, Sums]], lr: float, norms: list, flops: float, seconds, skips
-):
-    """The console line and the values of the steps since the last one.
-
-    flops: useful ones of these steps, on all ranks. seconds: (for these steps, of them waited for data).
-    """
-    right_S = sum(sums.right_S for _, sums in window).double()
-    slots = (right_S[1:] / right_S[0].clamp(min=1)).tolist()
-    taken, waited = seconds
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    per_second = {
-        f"{name}_per_second_per_rank": sum(getattr(now, f"num_{name}") for now, _ in window) / taken / world
-        for name in ("tokens", "anchors")
-    }
-    values = {
-        "step": step,
-        "epoch": window[-1][0].epoch,
-        "loss": float(sum(sums.loss for _, sums in window)) / sum(now.weight for now, _ in window),
-        "tau_anchor": 1 + sum(slots),
-        "slot_acceptance": slots,
-        "lr": lr,
-        "grad_norm": norms[-1],
-        **per_second,
-        "useful_flops_per_second_per_rank": flops / taken / world,
-        "anchors_used": sum(now.num_anchors for now, _ in window) / sum(now.num_eligible for now, _ in window),
-        "seconds_per_step": taken / len(window),
-        "data_wait": waited / taken,
-        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else peak_memory_gb(),
-        "skipped_steps": skips.total,
-    }
-    mfu = ""
-    if (peak := peak_flops()) is not None:
-        values["mfu"] = values["useful_flops_per_second_per_rank"] / peak
-        mfu = f"  MFU {values['mfu']:.0%}"
-    line = (
-        f"step {step}/{total}  loss {values['loss']:.3f}  tau_anchor {values['tau_anchor']:.2f}"
-        f"  slots {' '.join(f'{p:.2f}' for p in slots)}  {values['tokens_per_second_per_rank']:.0f} tokens/s{mfu}"
-        f"  lr {lr:.1e}  norm {norms[-1]:.2f}  {(total - step) * values['seconds_per_step'] / 60:.1f} min left"
-    )
-    if slots[0] > SUSPICIOUS and right_S[0] >= 100:
-        line += f"\nalarm: slot 1 is right in {slots[0]:.1%} of blocks; do the features or labels tell the answer?"
-    return line, values
-
-
-def peak_memory_gb() -> float:
-    """This process's largest resident memory so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+def resume(path: Path, config: RunConfig, training: dict, store: Store, engine, skips: SkipLimit):
+    """Take up a checkpoint; returns its step, and the id of its curves in wandb."""
+    state, trainer = checkpoint.load(path)
+    refuse_other_run(config, training, trainer, path, store)
+    skips.total = trainer["skipped"]
+    engine.load_state(state, trainer["step"] - skips.total)  # a skipped step was none to AdamW
+    return trainer["step"], trainer["wandb"]
 
 
 def refuse_other_run(config: RunConfig, training: dict, trainer: dict, path: Path, store: Store) -> None:
