@@ -61,9 +61,9 @@ class Log:
 def landmarks(vocab_size: int) -> str:
     """By what a user tells a normal curve."""
     return (
-        f"a loss near ln V = {math.log(vocab_size):.1f} at the start (random start, head not tied); slot 1 above slot 2"
-        " above slot 3; a published run (Qwen3-8B, one layer, S = 16, 50,000 rows, 3 epochs) has tau_anchor 4.6 held"
-        " out (SpecForge #578)"
+        f"a loss near ln V = {math.log(vocab_size):.1f} at the start (objective decay, random start, head not tied);"
+        " slot 1 above slot 2 above slot 3; a published run (Qwen3-8B, one layer, S = 16, 50,000 rows, 3 epochs) has"
+        " tau_anchor 4.6 held out (SpecForge #578)"
     )
 
 

@@ -5,6 +5,7 @@ References: the run of 60 steps that nothing happened to, and checkpoints whose 
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -172,8 +173,9 @@ def test_sigterm_to_the_launcher_saves_and_leaves(cache, whole):
     assert helpers.relative(final(cache, "stopped"), weights) < 1e-5
 
 
-def write_checkpoints(folder: Path, config) -> None:
+def write_checkpoints(folder: Path, config, writing) -> None:
     """Checkpoints without end, each a function of its step; what stands there already is counted on."""
+    writing.set()
     latest = checkpoint.latest(folder)
     step = int(latest.name[5:]) if latest else 0
     while True:
@@ -187,16 +189,16 @@ def write_checkpoints(folder: Path, config) -> None:
 def test_twenty_kills_while_checkpoints_are_written(tmp_path):
     rng, last, halves = random.Random(7), 0, 0
     config = helpers.new_drafter().config
+    clean = multiprocessing.get_context("forkserver")  # a fork of this process hangs once torch has its threads
+    clean.set_forkserver_preload(["train.checkpoint"])
     for _ in range(20):
-        child = os.fork()
-        if child == 0:
-            try:
-                write_checkpoints(tmp_path, config)
-            finally:
-                os._exit(1)
-        time.sleep(rng.uniform(0.05, 0.6))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        writing = clean.Event()
+        child = clean.Process(target=write_checkpoints, args=(tmp_path, config, writing))
+        child.start()
+        assert writing.wait(60), "the writer did not start"
+        time.sleep(rng.uniform(0, 0.5))
+        child.kill()
+        child.join()
         found = checkpoint.complete(tmp_path)
         halves += len(list(tmp_path.iterdir())) > len(found)
         for path in found:
