@@ -167,7 +167,7 @@ class Preparation:
             "backend": cache.backend.value,
         }
         if cache.codec != CodecKind.bf16:
-            recipe["fit_tokens"] = cache.fit_tokens
+            recipe |= {"fit_tokens": cache.fit_tokens, "tokens_are": "of one length"}
         if cache.codec == CodecKind.lowrank:
             recipe["rank"] = rank_of(cache, len(self.taps) * self.drafter.hidden_size)
         return recipe

@@ -431,8 +431,13 @@ MUTANTS = [
     ),
     # codecs
     Mutant(
-        "int8 without its scale", CODEC, "stored_TR * self._on(stored_TR.device)[0]", "stored_TR * 1.0",
+        "int8 without its scale", CODEC, "(stored_TR * self.scale_R)", "(stored_TR * 1.0)",
         "test_store.py::test_int8_is_within_half_a_step",
+    ),
+    Mutant(
+        "heavy tokens set the scale", CODEC, "x = one_length(features_TF.float(), self.size_F)",
+        "x = features_TF.float()",
+        "test_store.py::test_a_tokens_length_is_free_and_a_heavy_one_costs_the_others_nothing",
     ),
     Mutant(
         "fold by the wrong matrix", CODEC, "weight_DR @ self.map_FR.T.to(weight_DR)",
@@ -440,12 +445,13 @@ MUTANTS = [
         "test_store.py::test_folded_weights_read_features_as_the_trained_ones_read_codes",
     ),
     Mutant(
-        "low rank of channels as large as they are", CODEC, "size_F = x.square().mean(dim=0).sqrt().clamp(min=1e-12)",
-        "size_F = torch.ones_like(x[0])",
+        "low rank of channels as large as they are", CODEC, "moments_FF = (x / size_F).T @ (x / size_F)",
+        "moments_FF = x.T @ x",
         "test_store.py::test_lowrank_is_the_leading_part_of_the_scaled_second_moments",
     ),
     Mutant(
-        "low rank about the mean", CODEC, "(x / size_F).T @ (x / size_F) / len(x)", "torch.cov((x / size_F).T)",
+        "low rank about the mean", CODEC, "(x / size_F).T @ (x / size_F) / len(x)",
+        "torch.cov((x / size_F).T)",
         "test_store.py::test_lowrank_is_the_leading_part_of_the_scaled_second_moments",
     ),
     Mutant(

@@ -290,10 +290,18 @@ def fitted(x, codec, **changes):
     return fit_codec(CacheConfig(codec=codec, dtype="float32", **changes), x)
 
 
-def reference_codec(x, rank):
-    """P [F, R], what takes it back [R, F], and the energy lost, all channels brought to one size; in numpy, float64."""
+def balanced(x):
+    """Tokens of one length, and the sizes of channels that this length is measured by; in numpy, float64."""
     x = x.double().numpy()
-    size = np.sqrt((x**2).mean(axis=0))
+    size = np.ones(x.shape[1])
+    for _ in range(4):
+        size = np.sqrt(((x.T / np.sqrt(((x / size) ** 2).mean(axis=1))) ** 2).mean(axis=1))
+    return (x.T / np.sqrt(((x / size) ** 2).mean(axis=1))).T, size
+
+
+def reference_codec(x, rank):
+    """P [F, R], what takes it back [R, F], and the energy lost, channels and tokens brought to one size; likewise."""
+    x, size = balanced(x)
     values, vectors = np.linalg.eigh((x / size).T @ (x / size) / len(x))
     q = vectors[:, np.argsort(-values)[:rank]]
     return q / size[:, None], q.T * size, 1 - np.sort(values)[::-1][:rank].sum() / values.sum()
@@ -309,25 +317,39 @@ def test_bf16_is_exact(rows, tmp_path):
 
 def test_int8_is_within_half_a_step(rows, alone, tmp_path):
     x = made_up()
-    x[7, 3] = 1000 * x[:, 3].square().mean().sqrt()  # a channel that saturates
-    codec = fitted(x, CodecKind.int8)
-    root = np.sqrt((x.double().numpy() ** 2).mean(axis=0))
-    step = torch.from_numpy(np.minimum(np.abs(x.double().numpy()).max(axis=0), 16 * root) / 127).float()
+    x[:, 3] = 0.0
+    x[7, 3] = 100.0  # saturates: a channel that is silent elsewhere
+    codec, (even, _) = fitted(x, CodecKind.int8), balanced(x)
+    step = torch.from_numpy(np.minimum(np.abs(even).max(axis=0), 16 * np.sqrt((even**2).mean(axis=0))) / 127).float()
+    even = torch.from_numpy(even)
     assert torch.allclose(codec.scale_R, step, rtol=1e-5) and codec.encode(x).dtype == torch.int8
-    inside = x.abs() <= 127 * step
-    error = (codec.decode(codec.encode(x)) - x).abs()
+    inside = even.abs() <= 127.001 * step
+    error = (codec.decode(codec.encode(x)) - even).abs()
     assert bool((error <= step * 0.5001)[inside].all()) and (~inside).nonzero().tolist() == [[7, 3]]
     assert float(codec.decode(codec.encode(x))[7, 3]) == pytest.approx(float(127 * step[3]))
     store = run_capture(rows, tmp_path / "features", codec=CodecKind.int8)
     with safe_open(shard_path(store.folder, 0), framework="pt") as shard:
         assert shard.get_tensor("features").dtype == torch.int8
-    for i, expected in enumerate(alone):
-        assert bool(((store.row(i).features_TF - expected).abs() <= store.codec.scale_R * 0.501 + 1e-4).all())
+    expected = torch.from_numpy(balanced(torch.cat(alone))[0])
+    found = torch.cat([store.row(i).features_TF for i in range(len(rows))])
+    assert bool(((found - expected).abs() <= store.codec.scale_R * 0.501 + 1e-4).all())
+
+
+@pytest.mark.parametrize("kind", [CodecKind.int8, CodecKind.lowrank])
+def test_a_tokens_length_is_free_and_a_heavy_one_costs_the_others_nothing(kind):
+    """As first tokens are: thousands of times the energy, in a few channels."""
+    x = made_up()
+    codec = fitted(x, kind)
+    assert torch.equal(codec.encode(x * 1000.0), codec.encode(x))
+    heavy = x.clone()
+    heavy[::100, :2] *= 1000.0
+    assert fitted(heavy, kind).error < 2 * codec.error + 1e-5
 
 
 def test_lowrank_of_full_rank_loses_only_the_rounding():
     x = made_up()
     codec = fitted(x, CodecKind.lowrank, rank=x.shape[1])
+    x = torch.from_numpy(balanced(x)[0]).float()
     z = x.double() @ codec.map_FR.double()
     assert float((z @ codec.lift_FR.double().T - x).abs().max() / x.abs().max()) < 1e-5
     bound = (codec.lift_FR.abs() * codec.scale_R).sum(dim=1) * 0.51 + 1e-5 * x.abs().amax(dim=0)
@@ -340,8 +362,9 @@ def test_lowrank_is_the_leading_part_of_the_scaled_second_moments(rank):
     x = made_up()
     codec = fitted(x, CodecKind.lowrank, rank=rank)
     map_FR, lift_RF, lost = reference_codec(x, rank)
+    even, size = map(torch.from_numpy, balanced(x))
+    x = even.float()
     expected = torch.from_numpy(x.double().numpy() @ map_FR @ lift_RF)
-    size = x.double().square().mean(dim=0).sqrt()
     found = x.double() @ codec.map_FR.double() @ codec.lift_FR.double().T
     assert codec.rank == rank and float(((found - expected) / size).abs().max()) < 1e-4
     assert lost <= codec.error <= lost + 1e-3 and lost > 0.01
@@ -353,7 +376,7 @@ def test_a_low_rank_store_holds_the_packed_features(rows, alone, tmp_path):
     assert store.manifest["recipe"]["bytes_per_token"] == 24 and store.manifest["codec_error"] == store.codec.error
     x = torch.cat(alone)  # fewer tokens than cache.fit_tokens: fitted on all of them
     map_FR, lift_RF, _ = reference_codec(x, 24)
-    expected = torch.from_numpy(x.double().numpy() @ map_FR @ lift_RF)
+    expected = torch.from_numpy(balanced(x)[0] @ map_FR @ lift_RF)
     found = torch.cat([store.row(i).features_TF for i in range(len(rows))])
     assert found.shape == (len(x), 24)
     rounding = (store.codec.lift_FR.abs() * store.codec.scale_R).sum(dim=1) * 0.51
@@ -395,7 +418,9 @@ def test_the_first_workers_codec_stays(tmp_path):
     for codec in codecs:
         codec.save(tmp_path / CODEC)
         found = Codec.load(tmp_path / CODEC)
-        assert all(torch.equal(getattr(found, n), getattr(codecs[0], n)) for n in ("scale_R", "map_FR", "lift_FR"))
+        assert all(
+            torch.equal(getattr(found, n), getattr(codecs[0], n)) for n in ("size_F", "scale_R", "map_FR", "lift_FR")
+        )
         assert (found.dtype, found.error) == (torch.float32, codecs[0].error)
     assert [path.name for path in tmp_path.iterdir()] == [CODEC]
 
