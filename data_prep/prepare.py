@@ -31,12 +31,17 @@ from dflash.released import adopt, read_released
 from dflash.target import features, load_target
 
 
+def target_folder(model: ModelConfig, cache: CacheConfig) -> str:
+    """Where the target is loaded from: a folder or a Hub id."""
+    return str(demo_target(cache.dir / "targets")) if model.target == "demo" else model.target
+
+
 class Preparation:
     """One target and one data set on their way to the store."""
 
     def __init__(self, model: ModelConfig, data: DataConfig, cache: CacheConfig):
         self.model, self.data, self.cache = model, data, cache
-        self.target = str(demo_target(cache.dir / "targets")) if model.target == "demo" else model.target
+        self.target = target_folder(model, cache)
         origin = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         self.target_config = AutoConfig.from_pretrained(self.target, **origin)
         self.tokenizer = AutoTokenizer.from_pretrained(self.target, **origin)
@@ -91,6 +96,7 @@ class Preparation:
             "model": describe(self.model) | {"taps": self.taps},
             "data": describe(self.data),
             "features": digest(store.manifest["recipe"]),
+            "captured_taps": store.manifest["recipe"].get("taps", self.taps),  # online: those of this process
             "rows": len(store) - int(store.heldout(self.data.heldout).sum()),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }

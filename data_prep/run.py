@@ -25,6 +25,7 @@ from omegaconf import OmegaConf  # noqa: E402
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException  # noqa: E402
 
 from data_prep.config import CacheConfig, DataConfig  # noqa: E402
+from data_prep.files import read_json  # noqa: E402
 from dflash.config import ModelConfig  # noqa: E402
 
 
@@ -59,11 +60,34 @@ def load_config(name: str, schema: type, arguments: list[str]):
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     try:
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            return OmegaConf.to_object(compose(name, overrides))
+            config = compose(name, overrides)
+            if not any(override.startswith("+model=") for override in overrides):
+                _adopt(config, overrides)
+            return OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
         raise ValueError(f"model: missing ({error.full_key}), expected +model=NAME with one of {models}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_explain(error, overrides, models)) from None
+
+
+def _adopt(config, overrides: list[str]) -> None:
+    """What an export or a checkpoint at `path=` says of its own making, under the overrides: instead of +model."""
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    path = Path(given.get("path", ""))
+    if (path / "trainer.json").exists():
+        saved = read_json(path / "trainer.json")["config"]
+    elif (path / "dflash_training.json").exists():
+        saved = read_json(path / "dflash_training.json")
+        saved = {"model": saved["model"], **saved.get("config", {})}
+    elif "path" in given:
+        raise ValueError(f"path: found {path}, expected a complete checkpoint or an export; or add +model=NAME")
+    else:
+        return
+    config.model = OmegaConf.merge(OmegaConf.structured(ModelConfig), saved.pop("model"))
+    for group in ("data", "cache", "batch", "optim", "evaluate"):
+        for key, value in saved.get(group, {}).items():
+            if f"{group}.{key}" not in given:
+                OmegaConf.update(config, f"{group}.{key}", value)
 
 
 def _unknown_key(schema: type, overrides: list[str]) -> str | None:

@@ -149,8 +149,12 @@ def target_scales(target: PretrainedConfig, trust_remote_code: bool = False) -> 
 
 def _embedding_class(target: PretrainedConfig, trust_remote_code: bool) -> type:
     """The class of the target's input embedding; some multiply in it, by a factor that no field of the config names."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(target, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(target, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(f"target {target.model_type}: no causal language model of that type ({reason})") from None
     return type(model.get_input_embeddings())
 
 

@@ -99,6 +99,12 @@ class RMSNorm(nn.Module):
         return self.weight.to(x.dtype) * y.to(x.dtype)
 
 
+def rotary_angles(theta: float, head_dim: int, positions_BN: torch.Tensor) -> torch.Tensor:
+    """fp32 angles [B, N, K] of a rotary embedding with half-split pairing."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions_BN.device) / head_dim)
+    return (positions_BN[..., None].float() * frequency).repeat(1, 1, 2)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of x [B, N, heads, K], half-split pairing; cos, sin [B, N, 1, K]. Same shape out."""
     first, second = x.chunk(2, dim=-1)
@@ -238,10 +244,7 @@ class DFlashDraftModel(PreTrainedModel):
         positions of the context tokens, then of the slots. mask: see `blocks.visible`; None shows everything, as
         serving one block does.
         """
-        frequency = self.theta ** (
-            -torch.arange(0, self.config.head_dim, 2, device=embeds_BQD.device) / self.config.head_dim
-        )
-        angle = (positions_BN[..., None].float() * frequency).repeat(1, 1, 2)[:, :, None]
+        angle = rotary_angles(self.theta, self.config.head_dim, positions_BN)[:, :, None]
         cos, sin = angle.cos().to(embeds_BQD.dtype), angle.sin().to(embeds_BQD.dtype)
         context_BTD = self.hidden_norm(self.fc(features_BTF))
         x_BQD = embeds_BQD

@@ -15,7 +15,7 @@ from data_prep.prepare import Preparation
 from dflash.config import ModelConfig
 from dflash.model import DFlashDraftModel
 from dflash.released import Released, adopt, read_released
-from train.export import export_config
+from train.export import zlab_config
 
 QWEN3_8B = {
     "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "model_type": "qwen3",
@@ -148,16 +148,25 @@ def test_a_training_starts_from_it(tmp_path):
     found = load_file(tmp_path / "runs/tiny/checkpoints/step-000001/state.safetensors")
     expected = {name: tensor.bfloat16().float() for name, tensor in drafter.state_dict().items()}
     assert helpers.relative(found, expected) < 1e-6
+    done = helpers.run("train/run.py", "stage=export", f"path={tmp_path}/runs/tiny/checkpoints/step-000001")
+    assert done.returncode == 0, done.stderr[-2000:]
+    given, made = tmp_path / "released", tmp_path / "runs/tiny/export"
+    assert load_file(made / "model.safetensors").keys() == load_file(given / "model.safetensors").keys()
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (given, made))
+    changed = {key for key in before if key != "dflash_config" and before[key] != after[key]}
+    assert changed <= {"auto_map", "transformers_version"} and after.keys() - before.keys() == ADDED
+
+
+ADDED = {"is_causal", "rope_parameters"}  # what our exports say beyond the published config
 
 
 def test_every_published_key_comes_back_from_an_export():
-    """z-lab's config through reader and exporter. Left out: the code's name and version, and rope_scaling, which is
-    null there and which Transformers 5 writes as rope_parameters."""
-    values = {k: v for k, v in QWEN3_8B.items() if k not in ("rope_scaling", "auto_map", "transformers_version")}
+    """z-lab's config through reader and exporter, but for the code's name and version."""
     with torch.device("meta"):
+        values = {k: v for k, v in QWEN3_8B.items() if k not in ("rope_scaling", "auto_map", "transformers_version")}
         drafter = DFlashDraftModel(adopt(Qwen3Config(**values), Released("z-lab", QWEN3_8B, {})))
-    written = export_config(drafter)
-    assert all(written[key] == value for key, value in values.items())
-    added = {"is_causal", "rope_parameters", "pad_token_id", "chunk_size_feed_forward", "is_encoder_decoder"}
-    added |= {"output_attentions", "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id"}
-    assert written.keys() - QWEN3_8B.keys() <= added
+    written = zlab_config(drafter.config)
+    inside, expected = written.pop("dflash_config"), {k: v for k, v in QWEN3_8B.items() if k != "dflash_config"}
+    differ = {key for key, value in expected.items() if written[key] != value}
+    assert differ == {"auto_map", "transformers_version"} and written.keys() - expected.keys() == ADDED
+    assert inside == QWEN3_8B["dflash_config"] | {"block_size": 16}

@@ -74,12 +74,18 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
     return load_file(path / "state.safetensors"), read_json(path / "trainer.json")
 
 
-def load_drafter(path: Path, dtype: torch.dtype = torch.float32) -> DFlashDraftModel:
-    """The drafter of a checkpoint, without optimiser state, its `fc` on the target's own features."""
+def load_drafter(path: Path, dtype: torch.dtype = torch.float32, folded: bool = True) -> DFlashDraftModel:
+    """The drafter of a checkpoint, without optimiser state, its `fc` on the target's own features.
+
+    folded=False: its `fc` on what the cache's codec gives, as it was trained.
+    """
     tensors, _ = load(path)
     drafter = DFlashDraftModel(Qwen3Config.from_pretrained(path))
     weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(MOMENTS)}
     if (path / CODEC).exists():
-        weights["fc.weight"] = Codec.load(path / CODEC).fold(weights["fc.weight"])
+        if folded:
+            weights["fc.weight"] = Codec.load(path / CODEC).fold(weights["fc.weight"])
+        else:
+            drafter.fc = torch.nn.Linear(*reversed(weights["fc.weight"].shape), bias=False)
     drafter.load_state_dict(weights, strict=True)
     return drafter.to(dtype).eval()

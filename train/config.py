@@ -14,6 +14,9 @@ class Stage(Enum):
     train = "train"
     evaluate = "evaluate"
     export = "export"
+    verify = "verify"
+    diagnose = "diagnose"
+    push = "push"
 
 
 class EngineKind(Enum):
@@ -159,6 +162,23 @@ class EvaluateConfig:
 
 
 @dataclass
+class ExportConfig:
+    """What an export is made of, beside z-lab's format."""
+
+    speculators: bool = False  # also write speculators' format, to runs/NAME/export-speculators
+    tables: bool = False  # copy the target's embedding and head into it
+    shard: str = "5GB"  # largest file of weights
+
+
+@dataclass
+class DiagnoseConfig:
+    """Where acceptance is lost."""
+
+    prompts: int = 32  # held-out rows, at most
+    server: str = ""  # base URL of a vLLM server that runs the export, for the last rung
+
+
+@dataclass
 class RunConfig:
     """A run. `model` has no default: `+model=NAME` adds one of configs/model/."""
 
@@ -171,11 +191,16 @@ class RunConfig:
     launch: LaunchConfig
     log: LogConfig
     evaluate: EvaluateConfig
+    export: ExportConfig
+    diagnose: DiagnoseConfig
     stage: Stage = Stage.all
     name: str | None = None  # of the run; empty: the model's file name
     runs: Path = Path("runs")  # the run's folder is runs/name
-    path: Path | None = None  # export to evaluate, or checkpoint to export
+    path: Path | None = None  # export or checkpoint to work on; it knows its model, so that +model is not needed
     save_every: int = 500  # steps between two checkpoints; the last step is saved always
+    push_to_hub: str | None = None  # OWNER/NAME on the Hub, for the export, after training or with stage=push
+    private: bool = False  # make that repository private
+    dry_run: bool = False  # only print what would be pushed
     keep: int = 2  # newest checkpoints that stay, beside the best
     seed: int = 0
     check: bool = False  # validate everything that can be without loading weights, then stop

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import torch
 
-from data_prep.files import read_json, write_json
-from data_prep.prepare import Preparation, describe
+from data_prep.prepare import Preparation
 from data_prep.regenerate import render
 from data_prep.store import Store
 from dflash.blocks import eligible_anchors
 from dflash.generate import Generation, generate
-from dflash.model import DFlashDraftModel, TargetEnds
+from dflash.model import TargetEnds
 from dflash.objective import block_loss
-from dflash.target import default_device
 from train.config import EvaluateConfig, RunConfig
 from train.data import make_batch, to_device
 from train.sets import load_set
@@ -126,23 +124,36 @@ def measure_speed(target, drafter, prompts: list[tuple[str, list[int]]], stops, 
     return results
 
 
-def summarise(results: list[PromptResult], block_size: int) -> dict:
-    """Pooled figures of a set: sums divided once."""
+def summarise(results: list[PromptResult], block_size: int, draws: int = 1000) -> dict:
+    """Pooled figures of a set: sums divided once; with 95 % intervals, from so many draws of the prompts."""
     accepted = [n for result in results for n in result.accepted]
-    alone = sum(r.alone_tokens for r in results) / sum(r.alone_seconds for r in results)
-    fast = sum(r.draft_tokens for r in results) / sum(r.draft_seconds for r in results)
     # Slot k was right when a step emitted more than k tokens; a step that a stop or the limit cut tells less.
     slots = [sum(n > k for n in accepted) / max(len(accepted), 1) for k in range(1, block_size)]
+    sums_PN = torch.tensor([_sums(result) for result in results], dtype=torch.float64)
+    picked = torch.randint(len(results), (draws, len(results)), generator=torch.Generator().manual_seed(0))
+    drawn_DN = sums_PN[picked].sum(dim=1)
+    emitted, steps, alone, alone_seconds, fast, fast_seconds = sums_PN.sum(dim=0).tolist()
     return {
         "prompts": len(results),
-        "tau": sum(accepted) / len(accepted) if accepted else None,
+        "tau": emitted / steps if steps else None,
+        "tau_interval": _interval(drawn_DN[:, 0] / drawn_DN[:, 1].clamp(min=1)),
         "verify_steps": len(accepted),
         "slot_acceptance": slots,
-        "tokens_per_second_alone": alone,
-        "tokens_per_second": fast,
-        "ratio": fast / alone,
+        "tokens_per_second_alone": alone / alone_seconds,
+        "tokens_per_second": fast / fast_seconds,
+        "ratio": (fast / fast_seconds) / (alone / alone_seconds),
+        "ratio_interval": _interval(drawn_DN[:, 4] / drawn_DN[:, 5] * drawn_DN[:, 3] / drawn_DN[:, 2]),
         "looping": sum(r.loops for r in results) / len(results),
     }
+
+
+def _sums(r: PromptResult) -> tuple:
+    """What of a prompt is added up."""
+    return sum(r.accepted), len(r.accepted), r.alone_tokens, r.alone_seconds, r.draft_tokens, r.draft_seconds
+
+
+def _interval(draws_D: torch.Tensor) -> list[float]:
+    return draws_D.quantile(torch.tensor([0.025, 0.975], dtype=draws_D.dtype)).tolist()
 
 
 def compare_outputs(target, drafter, prompts, stops, config: EvaluateConfig) -> dict:
@@ -200,36 +211,6 @@ def evaluate(load_target, load_drafter, sets: dict[str, list], stops, config: Ev
     return report
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def table(report: dict) -> str:
-    """The report as the one table that a user reads."""
-    head = (
-        f"{'set':14} {'prompts':>7} {'tau':>5} {'alone':>7} {'drafted':>8} {'ratio':>6} {'no loops':>8} {'looping':>8}"
-    )
-    lines = [f"{head} {'identical (fp32)':>17}  slot acceptance"]
-    for name, r in report.items():
-        same, steady = r["identity"], r["ratio_without_looping"]
-        identical = f"{same['identical']}/{same['prompts']}" + (
-            f" +{same['near_ties']} ties" if same["near_ties"] else ""
-        )
-        lines.append(
-            f"{name:14} {r['prompts']:>7} {_number(r['tau']):>5} {r['tokens_per_second_alone']:>7.1f}"
-            f" {r['tokens_per_second']:>8.1f} {r['ratio']:>6.2f} {_number(steady):>8}"
-            f" {r['looping']:>8.0%} {identical:>17}  {' '.join(f'{p:.2f}' for p in r['slot_acceptance'])}"
-        )
-    return "\n".join(
-        [*lines, "alone, drafted: tokens/s of the target alone and with the drafter, bf16, prefill included"]
-    )
-
-
-def device_name() -> str:
-    """The GPU, or the number of CPU threads."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
-
-
 def evaluation_prompts(config: RunConfig, preparation: Preparation) -> dict[str, list[tuple[str, list[int]]]]:
     """The rendered prompts of every configured set, by its name. Raises ValueError for a set that cannot be had."""
     size, trained = config.evaluate.block_size, config.model.block_size
@@ -243,29 +224,3 @@ def evaluation_prompts(config: RunConfig, preparation: Preparation) -> dict[str,
         prompts = [(row["id"], render(preparation.tokenizer, row["messages"], config.data)) for row in rows]
         sets[Path(name).stem] = prompts
     return sets
-
-
-def evaluate_export(config: RunConfig, folder: Path) -> None:
-    """Evaluate an export on the configured sets; write its figures, plot and card, and print the table."""
-    from train.export import write_card
-    from train.plots import plot_evaluation
-
-    training = read_json(folder / "dflash_training.json")["model"]
-    for key in ("target", "block_size", "mask_token_id"):
-        if training[key] != (found := describe(config.model)[key]):
-            raise ValueError(f"model.{key}: found {found}, expected {training[key]} as in {folder}; use its own +model")
-    path = folder / "evaluation.json"
-    report = read_json(path) if path.exists() else None
-    if report is None or report["evaluate"] != describe(config.evaluate):
-        preparation = Preparation(config.model, config.data, config.cache)
-        sets = evaluation_prompts(config, preparation)
-        load_drafter = lambda dtype: DFlashDraftModel.from_pretrained(folder, dtype=dtype).to(default_device()).eval()  # noqa: E731
-        measured = evaluate(preparation.load_target, load_drafter, sets, preparation.stops, config.evaluate)
-        report = {"evaluate": describe(config.evaluate), "device": device_name(), "sets": measured}
-        write_json(path, report)
-    write_card(folder, report)
-    plot_evaluation(report["sets"], folder / "evaluation.png")
-    print(table(report["sets"]))
-    different = {name: r["identity"]["different"] for name, r in report["sets"].items() if r["identity"]["different"]}
-    if different:
-        raise ValueError(f"evaluate: outputs with the drafter differ from the target's own in fp32: {different}")

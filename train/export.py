@@ -1,128 +1,147 @@
-"""A trained drafter as a Hugging Face checkpoint in z-lab's format, compared after a reload in a fresh process.
+"""A trained drafter as a checkpoint that engines load, in one of two formats.
 
-config.json             DFlashDraftModel on Qwen3's fields; block_size twice, rope_theta and rope_parameters
-model.safetensors       bf16; no embedding, no head: the target's are used
-model.py, generate.py   the code, for AutoModel.from_pretrained(..., trust_remote_code=True)
-dflash_training.json    target, template, taps, data and cache, steps, versions
-README.md               the card, with the measured numbers
+z-lab's, which SGLang, vLLM and Transformers read:
+
+    config.json             DFlashDraftModel on Qwen3's fields; block_size twice, rope_theta and rope_parameters
+    model.safetensors       bf16, in shards above `export.shard`; no embedding, no head: the target's are used
+    model.py, generate.py   the code, for AutoModel.from_pretrained(..., trust_remote_code=True)
+    dflash_training.json    target, template, taps, data and cache, steps, versions
+    probe.safetensors       inputs of one block, and what the trained drafter makes of them (see verify.py)
+
+speculators', which vLLM reads: the drafter's fields nested in `transformer_layer_config`, tap ids one higher (they
+count what enters a layer), S - 1 drafts, the target's name; its two tables in the weights if wished.
+
+The card and the measurements are added by report.py.
 """
 
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
+from enum import Enum
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+import transformers
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
+from transformers import Qwen3Config
 
 import dflash.generate
 import dflash.model
-from data_prep.files import read_json, sampled_digest, write_json, write_text
-from dflash.model import DFlashDraftModel, rope_theta
+from data_prep.files import read_json, sampled_digest, write_json
+from dflash.model import DFlashDraftModel, TargetEnds, rope_theta, scales
 from train import checkpoint
 from train.config import RunConfig
-from train.evaluate import table
+from train.verify import PROBE, TRAINING, geometry, probe, refuse, verify
 
 CODE = (dflash.model.__file__, dflash.generate.__file__)
-PROBE_TOLERANCE = 1e-4
 
-# Runs where neither this project nor its path can be imported: the export must stand alone.
-_RELOAD = """
-import sys
-for name in ("dflash", "data_prep", "train"):
-    sys.modules[name] = None
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel
-path, probe, out = sys.argv[1:]
-model, info = AutoModel.from_pretrained(path, trust_remote_code=True, dtype=torch.float32, output_loading_info=True)
-wrong = {key: value for key, value in info.items() if value}
-assert not wrong, f"loading: {wrong}"
-inputs = load_file(probe)
-with torch.no_grad():
-    save_file({"hidden": model.eval()(inputs["embeds"], inputs["features"], inputs["positions"])}, out)
-"""
+# What either format says of the drafter's layers. Nothing else of a config leaves the house: a field that an engine
+# knows and training did not would change what the drafter computes there (speculators #613).
+LAYERS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "rms_norm_eps", "initializer_range", "attention_bias", "attention_dropout", "vocab_size",
+    "max_position_embeddings", "layer_types", "use_sliding_window", "sliding_window", "max_window_layers",
+    "tie_word_embeddings", "use_cache", "bos_token_id", "eos_token_id",
+)  # fmt: skip
 
 
-def export_config(drafter: DFlashDraftModel) -> dict:
-    """config.json: flat and nested rotary fields agree, causality is explicit, dtype is that of the tensors."""
-    theta = rope_theta(drafter.config)
-    config = {k: v for k, v in drafter.config.to_dict().items() if k not in ("_name_or_path", "rope_scaling")}
-    return config | {
-        "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "model.DFlashDraftModel"},
+class Format(Enum):
+    zlab = "zlab"
+    speculators = "speculators"
+
+
+def layers_config(config: Qwen3Config) -> dict:
+    """The fields that both formats share: flat and nested rotary fields agree, causality is explicit."""
+    theta = rope_theta(config)
+    return {name: getattr(config, name) for name in LAYERS} | {
         "model_type": "qwen3",
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "is_causal": False,
+    }
+
+
+def zlab_config(config: Qwen3Config) -> dict:
+    inside = {"block_size": config.block_size, **config.dflash_config}
+    return layers_config(config) | {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "model.DFlashDraftModel"},
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+        "dflash_config": inside,
+        "rope_scaling": None,
         "dtype": "bfloat16",
+        "transformers_version": transformers.__version__,
     }
 
 
-def probe(drafter: DFlashDraftModel, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random inputs of one block behind 24 context tokens, by which two loads of a drafter are compared."""
-    generator = torch.Generator().manual_seed(seed)
-    context, size, width = 24, drafter.block_size, drafter.config.hidden_size
+def speculators_config(config: Qwen3Config, target: str) -> dict:
+    """target: what the served model is called. Raises ValueError for scales of the target, which have no key there."""
+    if found := {name: value for name, value in scales(config).items() if value not in (1.0, None)}:
+        raise ValueError(f"export.speculators: the target has {found}, which the format has no key for; use z-lab's")
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}
     return {
-        "embeds": torch.randn(1, size, width, generator=generator),
-        "features": torch.randn(1, context, len(drafter.taps) * width, generator=generator),
-        "positions": torch.arange(context + size)[None],
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.8.0",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+        "block_size": config.block_size,
+        "draft_vocab_size": config.vocab_size,
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.dflash_config["target_layer_ids"]],
+        "mask_token_id": config.dflash_config["mask_token_id"],
+        "sliding_window_non_causal": True,  # vLLM takes `causal` of every layer from it where is_causal is not found
+        "sample_from_anchor": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "transformers_version": transformers.__version__,
+        "transformer_layer_config": layers_config(config),
     }
 
 
-def export(drafter: DFlashDraftModel, folder: Path, training: dict) -> Path:
-    """Write the export, reload it in a fresh process and compare; the folder appears only when both agree.
+def export(
+    drafter: DFlashDraftModel, folder: Path, training: dict, form: Format = Format.zlab,
+    tables: TargetEnds | None = None, shard: str = "5GB",
+) -> Path:  # fmt: skip
+    """Write an export and let the door-keeper see it; the folder appears only when nothing was found wrong.
 
-    training: what `dflash_training.json` says. Raises ValueError where the reloaded export differs.
+    training: what `dflash_training.json` says. tables: the target's, to copy into speculators' format. Raises
+    ValueError, one line, for the first thing that an engine would read differently from what was trained.
     """
+    config = zlab_config(drafter.config)
+    if form == Format.speculators:
+        config = speculators_config(drafter.config, training.get("target_id", ""))
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in drafter.state_dict().items()}
-    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-    write_json(part / "config.json", export_config(drafter))
-    for source in CODE:
-        shutil.copy(source, part)
-    write_json(part / "dflash_training.json", training)
-    verify_reload(drafter, part)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    try:
+        tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in drafter.state_dict().items()}
+        if tables is not None:
+            copies = {"embed_tokens.weight": tables.embed_VD, "lm_head.weight": tables.head_VD}
+            tensors |= {name: table.to("cpu", torch.bfloat16, copy=True) for name, table in copies.items()}
+        save_torch_state_dict(tensors, part, max_shard_size=shard)
+        write_json(part / "config.json", config)
+        for source in CODE if form == Format.zlab else ():
+            shutil.copy(source, part)
+        save_file(probe(drafter), part / PROBE)
+        write_json(part / TRAINING, training | {"geometry": geometry(drafter)})
+        refuse(verify(part, drafter))
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return folder
 
 
-def verify_reload(drafter: DFlashDraftModel, folder: Path) -> float:
-    """Largest difference of hidden states between `drafter` rounded to bf16 and the export in a fresh process."""
-    mine = DFlashDraftModel(drafter.config).float().eval()
-    mine.load_state_dict({k: v.to(torch.bfloat16).float() for k, v in drafter.state_dict().items()})
-    inputs = probe(mine)
-    with torch.no_grad():
-        expected = mine(inputs["embeds"], inputs["features"], inputs["positions"])
-    with tempfile.TemporaryDirectory() as temporary:
-        script, inputs_path, out = (Path(temporary) / name for name in ("reload.py", "probe.safetensors", "out"))
-        script.write_text(_RELOAD)
-        save_file(inputs, inputs_path)
-        environment = {**os.environ, "HF_MODULES_CACHE": f"{temporary}/modules", "HF_HUB_OFFLINE": "1"}
-        environment.pop("PYTHONPATH", None)
-        done = subprocess.run(
-            [sys.executable, script, folder.resolve(), inputs_path, out],
-            env=environment, cwd=temporary, capture_output=True, text=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise ValueError(
-                f"export: {folder} does not load in a fresh process: {done.stderr.strip().splitlines()[-1]}"
-            )
-        difference = float((load_file(out)["hidden"] - expected).abs().max())
-    if not difference <= PROBE_TOLERANCE:
-        raise ValueError(
-            f"export: hidden states of the reloaded {folder} differ by {difference:.2e}, expected {PROBE_TOLERANCE:.0e}"
-        )
-    return difference
-
-
 def export_checkpoint(config: RunConfig) -> Path:
-    """Export `path` (a checkpoint), or the run's best one, to runs/NAME/export."""
+    """Export `path` (a checkpoint), or the run's best one, to runs/NAME/export; returns that folder.
+
+    With `export.speculators` also to runs/NAME/export-speculators.
+    """
     path = config.path or checkpoint.best(config.folder / "checkpoints")
     if path is None:
         raise ValueError(f"path: no complete checkpoint in {config.folder / 'checkpoints'}; train first")
@@ -131,54 +150,27 @@ def export_checkpoint(config: RunConfig) -> Path:
     trainer, folder = read_json(path / "trainer.json"), path.parents[1] / "export"
     weights = sampled_digest(path / "state.safetensors")
     training = trainer["training"] | {"steps": trainer["step"], "checkpoint": {"name": path.name, "hash": weights}}
-    if (folder / "dflash_training.json").exists() and read_json(folder / "dflash_training.json") == training:
-        print(f"export: {folder} is that of {path} already", flush=True)
-        return folder
-    export(checkpoint.load_drafter(path), folder, training)
-    print(f"export: {path} -> {folder}, reloaded in a fresh process and equal", flush=True)
+    training["config"] = {name: trainer["config"][name] for name in ("data", "cache", "batch", "optim", "evaluate")}
+    wanted = [(Format.zlab, folder)]
+    wanted += [(Format.speculators, path.parents[1] / "export-speculators")] * config.export.speculators
+    for form, place in wanted:
+        if (place / TRAINING).exists() and read_json(place / TRAINING).items() >= training.items():
+            print(f"export: {place} is that of {path} already", flush=True)
+            continue
+        drafter, tables = checkpoint.load_drafter(path), None
+        if form == Format.speculators and config.export.tables:
+            tables = _tables(config, drafter)
+        export(drafter, place, training, form, tables, config.export.shard)
+        print(f"export: {path} -> {place}, reloaded in a fresh process and equal", flush=True)
     return folder
 
 
-def write_card(folder: Path, report: dict) -> None:
-    """README.md of the export: what it is, what was measured, how to run it."""
-    training, config = read_json(folder / "dflash_training.json"), read_json(folder / "config.json")
-    target = training["target_name"]
-    size = config["block_size"]
-    text = f"""---
-library_name: transformers
-base_model: {training["target_id"]}
-tags: [dflash, speculative-decoding]
----
+def _tables(config: RunConfig, drafter: DFlashDraftModel) -> TargetEnds:
+    from data_prep.prepare import target_folder
+    from dflash.target import load_ends
 
-# DFlash drafter for {target}
-
-Drafts {size - 1} tokens in one forward pass for the target to verify ([arXiv 2602.06036](https://arxiv.org/abs/2602.06036));
-the target's words do not change. {config["num_hidden_layers"]} layers, block size {size}, taps
-{config["dflash_config"]["target_layer_ids"]}, mask token {config["dflash_config"]["mask_token_id"]}. Trained for
-{training["steps"]} steps on {training["rows"]} rows of the target's own answers. It has no embedding and no head: both
-are the target's.
-
-## Measured
-
-Greedy, {report["evaluate"]["max_new_tokens"]} new tokens a prompt, bf16, target alone and with drafter alternately
-in one run, on {report["device"]}; identity in fp32.
-
-```
-{table(report["sets"])}
-```
-
-![tau, speed and slot acceptance of each set](evaluation.png)
-
-## Use
-
-```python
-from transformers import AutoModel, AutoModelForCausalLM
-
-drafter = AutoModel.from_pretrained("PATH", trust_remote_code=True, dtype="auto")
-target = AutoModelForCausalLM.from_pretrained("{training["target_id"]}", dtype="auto")
-ids = drafter.spec_generate(
-    target=target, input_ids=input_ids, max_new_tokens=256, stop_token_ids=[...], temperature=0.0
-)
-```
-"""
-    write_text(folder / "README.md", text)
+    model = config.model
+    return load_ends(
+        target_folder(model, config.cache), drafter.config, dtype=torch.bfloat16, revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+    )  # fmt: skip

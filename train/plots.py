@@ -1,22 +1,19 @@
-"""The plot of an evaluation, for the card and the README."""
+"""Plots for the card and the README."""
 
+import json
 from pathlib import Path
 
 
 def plot_evaluation(report: dict, path: Path) -> None:
-    """tau, speed-up and slot acceptance of each set, as one PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """tau and speed-up with their intervals, and slot acceptance, of each set, as one PNG."""
+    plt = _pyplot()
     names = list(report)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
-    bars = left.bar(names, [report[name]["tau"] or 0 for name in names], color="#4c72b0")
-    left.bar_label(bars, fmt="%.2f")
+    bars = left.bar(names, [report[name]["tau"] or 0 for name in names], color="#4c72b0", **_spread(report, "tau"))
+    left.bar_label(bars, fmt="%.2f", label_type="center", color="white")
     left.set(title="tokens per verification (tau)", ylim=(1, None))
-    bars = middle.bar(names, [report[name]["ratio"] for name in names], color="#dd8452")
-    middle.bar_label(bars, fmt="%.2f")
+    bars = middle.bar(names, [report[name]["ratio"] for name in names], color="#dd8452", **_spread(report, "ratio"))
+    middle.bar_label(bars, fmt="%.2f", label_type="center", color="white")
     middle.axhline(1.0, color="grey", linewidth=1, linestyle="--")
     middle.set(title="speed with drafter / target alone")
     for name in names:
@@ -28,3 +25,33 @@ def plot_evaluation(report: dict, path: Path) -> None:
         axis.tick_params(axis="x", labelrotation=15)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def plot_training(log: Path, path: Path) -> None:
+    """Loss and tau over the steps of a run's log.jsonl, as one PNG."""
+    plt = _pyplot()
+    values = [json.loads(line) for line in log.read_text().splitlines()]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    for axis, name in ((left, "loss"), (right, "tau_anchor"), (right, "heldout/tau_anchor"), (right, "heldout/tau")):
+        points = [(v["step"], v[name]) for v in values if name in v]
+        axis.plot(*zip(*points) if points else ((), ()), label=name.replace("heldout/", "held out: "))
+    left.set(title="training loss", xlabel="step")
+    right.set(title="tokens per verification", xlabel="step")
+    right.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _spread(report: dict, name: str) -> dict:
+    """Error bars of a figure, from its interval."""
+    around = [[abs(r[f"{name}_interval"][side] - (r[name] or 0)) for r in report.values()] for side in (0, 1)]
+    return {"yerr": around, "capsize": 3, "ecolor": "#333333"}

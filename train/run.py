@@ -1,6 +1,8 @@
 """Train a DFlash drafter: `python train/run.py +model=NAME [key=value ...]`.
 
-stage=all (default) prepares what is missing, trains, evaluates and exports; train, evaluate and export run alone.
+stage=all (default) prepares what is missing, trains, exports, evaluates, and pushes to the Hub where push_to_hub names
+a repository. Alone: stage=train, export, evaluate, verify (is an export what was trained?), diagnose (where is
+acceptance lost?) and push; the latter five take path=, an export or checkpoint, instead of +model.
 """
 
 import contextlib
@@ -21,12 +23,14 @@ def main(config: RunConfig) -> None:
 
     launch.adopt_slurm(config.launch)
     if config.name is None:
-        config.name = next(a.split("=")[1] for a in sys.argv[1:] if a.startswith("+model="))
+        config.name = next((a.split("=")[1] for a in sys.argv[1:] if a.startswith("+model=")), "")
     trains = config.stage in (Stage.all, Stage.train)
     if trains and config.path is not None:
         raise ValueError(
-            f"path: found {config.path} with stage={config.stage.value}, expected stage=export or evaluate"
+            f"path: found {config.path} with stage={config.stage.value}, expected a stage that works on it"
         )
+    if config.stage == Stage.push and config.push_to_hub is None:
+        raise ValueError("push_to_hub: nothing found, expected OWNER/NAME for stage=push")
     if config.check:
         check(config.model, config.data, config.cache)
     elif not trains:
@@ -46,11 +50,14 @@ def run(config: RunConfig) -> None:
     from train import launch
     from train.data import require_room
     from train.evaluate import evaluation_prompts
+    from train.publish import check_repository
 
     preparation = Preparation(config.model, config.data, config.cache)
     print_plan(preparation)
-    if config.stage == Stage.all:
-        evaluation_prompts(config, preparation)  # a set that cannot be had is refused now, not behind the training
+    if config.stage == Stage.all:  # what cannot be had is refused now, not behind the training
+        evaluation_prompts(config, preparation)
+        if config.push_to_hub is not None:
+            check_repository(config.push_to_hub)
     if not preparation.features_folder.exists():
         require_room(preparation.encode(), config.batch)
     preparation.features()
@@ -114,15 +121,24 @@ def train(config: RunConfig) -> None:
 
 
 def finish(config: RunConfig) -> None:
-    """Export the best checkpoint (or the one at `path`), evaluate the export (or the one at `path`), write its card."""
-    from train.evaluate import evaluate_export
+    """What follows the training, or works on `path` alone: export, evaluation and card, push; or one stage of it."""
+    from train.diagnose import diagnose
     from train.export import export_checkpoint
+    from train.publish import publish
+    from train.report import evaluate_export
+    from train.verify import verify_path
 
-    folder = config.path
-    if config.stage in (Stage.all, Stage.export):
+    folder, stage = config.path, config.stage
+    if stage == Stage.verify:
+        verify_path(folder)
+    if stage == Stage.diagnose:
+        diagnose(config)
+    if stage in (Stage.all, Stage.export):
         folder = export_checkpoint(config)
-    if config.stage in (Stage.all, Stage.evaluate):
+    if stage in (Stage.all, Stage.evaluate):
         evaluate_export(config, folder or config.folder / "export")
+    if config.push_to_hub is not None and stage in (Stage.all, Stage.push):
+        publish(folder or config.folder / "export", config.push_to_hub, config.private, config.dry_run)
 
 
 if __name__ == "__main__":
