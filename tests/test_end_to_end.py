@@ -44,7 +44,12 @@ def test_the_evaluation_shows_identical_outputs_and_the_card_its_figures(calls):
     assert identity["identical"] + identity["near_ties"] == 2
     assert 1 <= report["tau"] <= 8 and report["verify_steps"] > 0 and report["prompts"] == 2
     card = (export / "README.md").read_text()
-    assert f"{report['tau']:.2f}" in card and "spec_generate" in card and "taps\n[1, 2, 3]" in card
+    (low, high), (slow, fast) = report["tau_interval"], report["ratio_interval"]
+    row = f"| prompts | 2 | {report['tau']:.2f} ({low:.2f} to {high:.2f}) |"
+    row += f" {report['ratio']:.2f} ({slow:.2f} to {fast:.2f}) |"
+    row += f" {report['tokens_per_second_alone']:.1f} | {report['tokens_per_second']:.1f} | "
+    assert row in card and "spec_generate" in card and "| taps | [1, 2, 3]: " in card
+    assert low <= report["tau"] <= high and slow <= report["ratio"] <= fast
 
 
 def test_what_is_prepared_is_not_prepared_again(calls):
