@@ -34,8 +34,15 @@ test-long: setup  ## kill -9 at random moments, and whole grids: some 8 minutes
 .venv/transformers4: .venv/ready
 	$(BIN)/pip install --quiet --no-deps --target $@ transformers==4.57.1 huggingface-hub==0.36.0 tokenizers==0.22.1
 
-test-serve: setup .venv/vllm  ## real engines against ours, in Pythons of their own
+test-serve: setup .venv/vllm .venv/zlab  ## real engines against ours, in Pythons of their own
 	$(BIN)/python -m pytest tests/serve
+
+# z-lab's own package, also called dflash, with the Transformers that it pins: beside the environment, 132 MB.
+.venv/zlab: .venv/ready
+	rm -rf $@ $@.part
+	$(BIN)/pip install --quiet --no-deps --target $@.part \
+		dflash==0.1.0 transformers==5.15.0 huggingface-hub==1.27.0 tokenizers==0.22.2
+	mv $@.part $@
 
 # vLLM for CPUs: 2 to 5 minutes and 3.4 GB.
 .venv/vllm: .venv/vllm/ready

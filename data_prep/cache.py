@@ -11,6 +11,7 @@ the recipe alone, shards are renamed into place whole, and one that is written t
 """
 
 import contextlib
+import ctypes
 import functools
 import os
 import shutil
@@ -165,10 +166,17 @@ def capture(rows: Store, folder: Path, recipe: dict, name: str, config: CacheCon
                 pending.result()
             pending = writer.submit(_finish, folder, number, claim, part, name, *map(torch.cat, zip(*packed)))
             done.add(number)
+            trim_memory()
         if pending is not None:
             pending.result()
     complete(rows, folder, recipe)
     return Store(folder)
+
+
+def trim_memory() -> None:
+    """Let glibc return what it keeps: batches of ever new shapes leave holes in its heap, which grow with the data."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_and_pack(codec: Codec, taps: list[int], number: int, claim: Path, bar, states: list[tuple]) -> list[tuple]:

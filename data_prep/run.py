@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: python put data_prep/ on the path, the packages lie one above
     sys.path[0] = str(ROOT)
 
-# oneDNN keeps a compiled kernel for each shape, 1,024 of them by default, and every batch of a capture has its own.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+# oneDNN keeps a compiled kernel for each shape, 1,024 of them by default, and most batches of a capture have their own.
+# Training, which meets its shapes again, wants more of them than capture alone.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64" if __package__ else "16")
 
 from hydra import compose, initialize_config_dir  # noqa: E402
 from hydra.core.config_store import ConfigStore  # noqa: E402

@@ -16,6 +16,7 @@ from .model import DFlashDraftModel, TargetEnds, scales
 
 EMBED_NAMES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 HEAD_NAMES = ("lm_head.weight",)
+PAD_TO = 16  # few shapes: libraries keep a kernel and memory for each
 
 
 def default_device() -> torch.device:
@@ -41,10 +42,11 @@ def features(target, rows: list[list[int]], taps: list[int], last: bool = False)
     """(features [T, F],) of each row, in the target's dtype: outputs of the decoder layers `taps`, concatenated; with
     `last` also the body's output [T, D], behind its final norm.
 
-    Runs the body only, without the head. Rows are padded on the right: the target is causal, so no token sees padding.
+    Runs the body only, without the head. Rows are padded on the right, to a multiple of PAD_TO: the target is causal,
+    so no token sees padding.
     """
     device = target.get_input_embeddings().weight.device
-    longest = max(map(len, rows))
+    longest = -(-max(map(len, rows)) // PAD_TO) * PAD_TO
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
     with tapped(target, taps) as states:
         output = target.get_decoder()(input_ids=ids, use_cache=False)

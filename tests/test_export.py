@@ -107,7 +107,7 @@ def test_config_is_that_of_the_format(exported):
 
 
 def test_files_are_complete_and_the_code_is_ours(exported):
-    names = {"config.json", "model.safetensors", "model.py", "generate.py", "dflash_training.json", "probe.safetensors"}
+    names = {"config.json", "model.safetensors", "model.py", "generate.py", "dflash_training.json", "probe.st"}
     assert {path.name for path in exported.iterdir()} == names
     for name in ("model.py", "generate.py"):
         assert (exported / name).read_bytes() == (helpers.ROOT / "dflash" / name).read_bytes()

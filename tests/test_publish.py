@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPO, TOKEN, HOST = "me/drafter", "hf_" + "Abc123" * 6, "gpu-17.corp.net"
 CLOSED = "http://127.0.0.1:9"  # where nobody listens
 EXACT = ("config.json", "evaluation.json", "evaluation.png", "generate.py", "model.py", "model.safetensors",
-         "probe.safetensors", "training.png")  # fmt: skip
+         "probe.st", "training.png")  # fmt: skip
 ALLOWED = {*EXACT, "README.md", "dflash_training.json"}
 CARD = """---
 base_model: Qwen/Qwen3-8B
@@ -52,7 +52,7 @@ def folder(tmp_path):
     folder.mkdir(parents=True)
     for name in ("model.py", "generate.py"):
         (folder / name).write_bytes((ROOT / "dflash" / name).read_bytes())
-    for number, name in enumerate(("model.safetensors", "probe.safetensors", "evaluation.png", "training.png")):
+    for number, name in enumerate(("model.safetensors", "probe.st", "evaluation.png", "training.png")):
         (folder / name).write_bytes(bytes([number, 255, 10, 13]) * (1000 + number))
     write_json(folder / "config.json", {"architectures": ["DFlashDraftModel"], "block_size": 16})
     (folder / "evaluation.json").write_text('{"evaluate": {"sets": ["humaneval"]}, "device": "NVIDIA H200"}')

@@ -6,7 +6,7 @@ z-lab's, which SGLang, vLLM and Transformers read:
     model.safetensors       bf16, in shards above `export.shard`; no embedding, no head: the target's are used
     model.py, generate.py   the code, for AutoModel.from_pretrained(..., trust_remote_code=True)
     dflash_training.json    target, template, taps, data and cache, steps, versions
-    probe.safetensors       inputs of one block, and what the trained drafter makes of them (see verify.py)
+    probe.st                inputs of one block, and what the trained drafter makes of them (see verify.py)
 
 speculators', which vLLM reads: the drafter's fields nested in `transformer_layer_config`, tap ids one higher (they
 count what enters a layer), S - 1 drafts, the target's name; its two tables in the weights if wished.

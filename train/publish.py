@@ -16,7 +16,7 @@ from data_prep.files import read_json
 
 FILES = (
     "config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "model.py",
-    "generate.py", "dflash_training.json", "probe.safetensors", "README.md", "evaluation.json", "evaluation.png",
+    "generate.py", "dflash_training.json", "probe.st", "README.md", "evaluation.json", "evaluation.png",
     "training.png",
 )  # fmt: skip
 PATH_OR_URL = re.compile(r"(~\w*)?/[\w.]|[\w+.-]+://")

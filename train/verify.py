@@ -9,7 +9,7 @@ where
 - a load in a fresh process gives other hidden states for a stored probe than the trained drafter did;
 - the features that it was trained on were those of other taps.
 
-`path=` of `stage=verify` is an export; what was trained stands in its own dflash_training.json and probe.safetensors.
+`path=` of `stage=verify` is an export; what was trained stands in its own dflash_training.json and probe.st.
 """
 
 import os
@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from data_prep.files import read_json
 from dflash.model import DFlashDraftModel, rotary_angles, scales
 
-TRAINING, PROBE = "dflash_training.json", "probe.safetensors"
+TRAINING, PROBE = "dflash_training.json", "probe.st"
 PROBE_TOLERANCE = 1e-4
 ROOT = Path(__file__).resolve().parent.parent
 

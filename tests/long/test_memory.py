@@ -12,7 +12,7 @@ import pytest
 import run_helpers as helpers
 
 WATCHED = """
-import re, sys, threading, time
+import re, runpy, threading, time
 peak = 0
 def watch():
     global peak
@@ -20,13 +20,11 @@ def watch():
         peak = max(peak, int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]))
         time.sleep(0.01)
 threading.Thread(target=watch, daemon=True).start()
-from data_prep.run import PrepConfig, load_config, main
-main(load_config("data_prep", PrepConfig, sys.argv[1:]))
+runpy.run_path("data_prep/run.py", run_name="__main__")
 print("peak", peak)
 """
 
 
-@pytest.mark.xfail(strict=True, reason="365 MiB for 2,000 rows, 450 for 20,000: allocator fragmentation, not yet cured")
 @pytest.mark.parametrize("codec", ["bf16"])
 def test_memory_does_not_grow_with_the_data(tmp_path, codec):
     rng, peaks = random.Random(0), []
