@@ -10,8 +10,8 @@ would set their scale. Length is the root mean square of the channels, each divi
 
 The low-rank map is z = P' x for features x [F], with P [F, R] fitted once on a sample of the same target: channels are
 divided by their size (so that a few huge channels do not eat the rank), and the leading eigenvectors of the second
-moments are kept. It is linear and uncentred: with L, which takes z back to about x, a drafter that was trained on L z
-with weights W is the drafter with `fc` = W L P' on x (`fold`), and no engine needs to know.
+moments are kept. It is linear and uncentred: a drafter that was trained on z with weights W is the drafter with
+`fc` = W P' on x (`fold`), and no engine needs to know.
 
 Shapes: T tokens, F features, R what training reads (F, or the rank), D hidden.
 """
@@ -34,7 +34,7 @@ CLIP = 16.0  # root mean squares at which a channel saturates, unless its larges
 
 class Codec:
     """size_F fp32: of the channels; None stores floats as they are. scale_R fp32: of int8 values. map_FR fp32: P; None
-    keeps all. lift_FR fp32: L."""
+    keeps all. lift_FR: x is about lift z."""
 
     def __init__(self, dtype: torch.dtype, size_F=None, scale_R=None, map_FR=None, lift_FR=None, error: float = 0.0):
         self.dtype, self.size_F, self.scale_R, self.map_FR = dtype, size_F, scale_R, map_FR
@@ -71,11 +71,13 @@ class Codec:
         """About the features [T, F] that were packed, tokens brought to one length."""
         return decoded_TR if self.lift_FR is None else decoded_TR @ self.lift_FR.T.to(decoded_TR)
 
-    def fold(self, weight_DF: torch.Tensor) -> torch.Tensor:
-        """`fc` [D, F] that does on features what this one does on features that were packed."""
-        if self.map_FR is None:
-            return weight_DF
-        return weight_DF @ self.lift_FR.to(weight_DF) @ self.map_FR.T.to(weight_DF)
+    def fold(self, weight_DR: torch.Tensor) -> torch.Tensor:
+        """`fc` on features [D, F] of an `fc` that was trained on what this codec gives [D, R]."""
+        return weight_DR if self.map_FR is None else weight_DR @ self.map_FR.T.to(weight_DR)
+
+    def unfold(self, weight_DF: torch.Tensor) -> torch.Tensor:
+        """`fc` [D, R] that is nearest to one on features [D, F]."""
+        return weight_DF if self.map_FR is None else weight_DF @ self.lift_FR.to(weight_DF)
 
     def save(self, path: Path) -> None:
         """Write the codec, unless another worker was first."""
@@ -109,28 +111,6 @@ class Codec:
 def one_length(x_TF: torch.Tensor, size_F: torch.Tensor) -> torch.Tensor:
     """Tokens divided by their length."""
     return x_TF / (x_TF / size_F).square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
-
-
-class ReadThrough(torch.nn.Module):
-    """A drafter's `fc` on what a low-rank codec gives, z [..., R]: W L z.
-
-    The weight stays that on features, as AdamW moves every weight by the same step: on z itself, whose first numbers
-    are hundreds of times larger than its last, the same training learns less (docs/codecs.md). An export folds it.
-    """
-
-    def __init__(self, fc: torch.nn.Linear, codec: Codec):
-        super().__init__()
-        self.weight, self.in_features = fc.weight, codec.rank
-        self.register_buffer("lift_FR", codec.lift_FR.clone(), persistent=False)
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(z, self.weight @ self.lift_FR)
-
-
-def read_through(drafter, codec: Codec) -> None:
-    """Let the drafter read what a codec gives instead of features."""
-    if codec.rank is not None:
-        drafter.fc = ReadThrough(drafter.fc, codec)
 
 
 @torch.no_grad()

@@ -440,7 +440,8 @@ MUTANTS = [
         "test_store.py::test_a_tokens_length_is_free_and_a_heavy_one_costs_the_others_nothing",
     ),
     Mutant(
-        "fold by the wrong matrix", CODEC, "@ self.lift_FR.to(weight_DF) @", "@ self.map_FR.to(weight_DF) @",
+        "fold by the wrong matrix", CODEC, "weight_DR @ self.map_FR.T.to(weight_DR)",
+        "weight_DR @ self.lift_FR.T.to(weight_DR)",
         "test_store.py::test_folded_weights_read_features_as_the_trained_ones_read_codes",
     ),
     Mutant(

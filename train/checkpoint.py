@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
-from data_prep.codec import Codec, read_through
+from data_prep.codec import Codec
 from data_prep.files import read_json, write_json
 from data_prep.store import CODEC
 from dflash.model import DFlashDraftModel
@@ -81,11 +81,11 @@ def load_drafter(path: Path, dtype: torch.dtype = torch.float32, folded: bool = 
     """
     tensors, _ = load(path)
     drafter = DFlashDraftModel(Qwen3Config.from_pretrained(path))
-    drafter.load_state_dict({n: tensor for n, tensor in tensors.items() if not n.endswith(MOMENTS)}, strict=True)
+    weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(MOMENTS)}
     if (path / CODEC).exists():
-        codec = Codec.load(path / CODEC)
         if folded:
-            drafter.fc.weight.data = codec.fold(drafter.fc.weight.data)
+            weights["fc.weight"] = Codec.load(path / CODEC).fold(weights["fc.weight"])
         else:
-            read_through(drafter, codec)
+            drafter.fc = torch.nn.Linear(*reversed(weights["fc.weight"].shape), bias=False)
+    drafter.load_state_dict(weights, strict=True)
     return drafter.to(dtype).eval()

@@ -74,7 +74,6 @@ def train(config: RunConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from data_prep.codec import read_through
     from data_prep.config import CacheMode
     from data_prep.prepare import Preparation
     from data_prep.store import Online, Store
@@ -84,7 +83,7 @@ def train(config: RunConfig) -> None:
     from train import launch
     from train.config import EngineKind
     from train.engine import start_process_group
-    from train.trainer import fit, start_at_uniform
+    from train.trainer import fit, read_through, start_at_uniform
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

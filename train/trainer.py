@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from data_prep.codec import Codec
 from data_prep.files import file_digest
 from data_prep.prepare import describe
 from data_prep.store import CODEC, Store
@@ -51,6 +52,15 @@ def start_at_uniform(drafter: DFlashDraftModel, ends: TargetEnds) -> None:
     """
     spread = float(ends.head_VD.float().square().mean().sqrt()) * drafter.config.hidden_size**0.5 * ends.logit_scale
     drafter.norm.weight.fill_(1 / spread)
+
+
+@torch.no_grad()
+def read_through(drafter: DFlashDraftModel, codec: Codec) -> None:
+    """Let `fc` read what a codec gives, from where it would start on features; loading a checkpoint folds it."""
+    if codec.rank is not None:
+        weight_DR = codec.unfold(drafter.fc.weight)
+        drafter.fc = torch.nn.Linear(codec.rank, len(weight_DR), bias=False)
+        drafter.fc.weight.copy_(weight_DR)
 
 
 def learning_rate(step: int, total: int, optim: OptimConfig) -> float:
