@@ -92,6 +92,7 @@ class Preparation:
         """What a checkpoint and an export say of where they come from."""
         return {
             "target_name": self.target_name(),
+            "licence": self.model.licence,
             "target_id": DEMO_ORIGIN if self.model.target == "demo" else self.model.target,
             "model": describe(self.model) | {"taps": self.taps},
             "data": describe(self.data),

