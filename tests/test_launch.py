@@ -79,10 +79,10 @@ if "RANK" in os.environ:
         raise RuntimeError("the disk of rank 1 is broken")
     def save(*_):
         time.sleep(1)
-        print("saved by", rank, flush=True)
+        print("saved by " + rank + "\\n", end="", flush=True)  # in one write: the other rank has the same pipe
         sys.exit(143)
     signal.signal(signal.SIGTERM, save)
-    print("rank", rank, "of", os.environ["WORLD_SIZE"], flush=True)
+    print("rank " + rank + " of " + os.environ["WORLD_SIZE"] + "\\n", end="", flush=True)
     time.sleep(0 if sys.argv[1] == "end" else 60)
 else:
     nodes = int(sys.argv[3]) if len(sys.argv) > 3 else 1

@@ -19,6 +19,14 @@ def ours() -> bool:
     return os.environ.get("DFLASH_LAUNCHED") == "1"
 
 
+def leave() -> None:
+    """End this rank when all is done, without C++ destructors: a thread of gloo or DeepSpeed may still be alive, and
+    would abort the process there."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def adopt_slurm(config: LaunchConfig) -> None:
     """Under `srun`: with several tasks a node this process is a rank; with one a node it shall start that node's ranks.
 

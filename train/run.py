@@ -39,6 +39,7 @@ def main(config: RunConfig) -> None:
         train(config)
         if config.stage == Stage.all and not launch.ours() and os.environ["RANK"] == "0":
             finish(config)
+        launch.leave()
     else:
         run(config)
 

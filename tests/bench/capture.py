@@ -19,15 +19,16 @@ sys.path.insert(0, str(ROOT))
 from data_prep.cache import capture, fixed_threads, length_batches  # noqa: E402
 from data_prep.prepare import Preparation  # noqa: E402
 from data_prep.run import load_config  # noqa: E402
+from dflash.target import PAD_TO  # noqa: E402
 from train.config import RunConfig  # noqa: E402
 
 
-def main(rows: int = 96, repeats: int = 3) -> None:
+def main(rows: int = 240, repeats: int = 2) -> None:
     folder = ROOT / ".cache/bench-capture"
     for codec in ("bf16", "lowrank"):
         shutil.rmtree(folder, ignore_errors=True)
         overrides = ["+model=demo", f"data.limit={rows}", f"cache.dir={folder}", f"cache.codec={codec}"]
-        config = load_config("train", RunConfig, [*overrides, "data.heldout=0.2", "cache.shard_tokens=4096"])
+        config = load_config("train", RunConfig, [*overrides, "data.heldout=0.2", "cache.shard_tokens=8192"])
         if not (folder / "targets").exists():
             folder.mkdir(parents=True)
             (folder / "targets").symlink_to(ROOT / ".cache/targets")
@@ -59,7 +60,7 @@ def bare(target, encoded, config) -> float:
     for shard in range(len(encoded.first_rows) - 1):
         ids = [row.ids_T.tolist() for row in encoded.rows_of(shard)]
         for batch in length_batches(list(map(len, ids)), config.batch_tokens):
-            longest = max(len(ids[i]) for i in batch)
+            longest = -(-max(len(ids[i]) for i in batch) // PAD_TO) * PAD_TO
             batches.append(torch.tensor([ids[i] + [0] * (longest - len(ids[i])) for i in batch]))
     with fixed_threads(config.threads):
         began = time.perf_counter()
