@@ -36,7 +36,7 @@ from train.config import EngineConfig, OptimConfig  # noqa: E402
 from train.data import make_batch, pack  # noqa: E402
 from train.engine import TorchEngine  # noqa: E402
 
-HIDDEN, VOCAB, TAPS, GAMMA, MASK = 576, 49_152, 5, 7.0, 4
+HIDDEN, VOCAB, TAPS, GAMMA, MASK, CHUNK = 576, 49_152, 5, 7.0, 4, 256  # CHUNK: batch.chunk_slots
 
 
 class Row:
@@ -67,7 +67,7 @@ def ours(engine, rows, anchors, ends, size: int, budgets=(1024, 128)):
     batches = [make_batch([rows[i] for i in items], [anchors[i] for i in items], model) for items in bins]
     total, loss = sum(float(b.blocks.weight_AS.double().sum()) for b in batches), 0.0
     for number, batch in enumerate(batches):
-        result = block_loss(engine, batch, ends, 512).loss
+        result = block_loss(engine, batch, ends, CHUNK).loss
         engine.backward(result, total, last=number == len(batches) - 1)
         loss += float(result.detach())
     return loss / total
