@@ -6,6 +6,8 @@ import copy
 import functools
 import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import run_helpers as helpers
@@ -17,7 +19,7 @@ from data_prep.files import digest, read_json, write_json
 from data_prep.prepare import Preparation
 from data_prep.store import MANIFEST, Store
 from dflash.model import DFlashDraftModel
-from train.diagnose import diagnose, first_fall
+from train.diagnose import _engine_tau, diagnose, first_fall
 from train.export import export_checkpoint
 from train.trainer import fit
 
@@ -153,6 +155,45 @@ def test_a_target_that_is_coarser_than_at_capture(patient):
     forge(there, here)
     found = diagnose(patient)
     assert found["lost"] == "live", found
+
+
+class Vllm(BaseHTTPRequestHandler):
+    """Speaks as vLLM does: every answer takes 10 drafts, of which 15 tokens are accepted."""
+
+    asked = []
+
+    def do_POST(self):
+        self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.reply("{}")
+
+    def do_GET(self):
+        names = {"num_drafts": 10, "num_accepted_tokens": 15, "num_draft_tokens": 70}
+        lines = [f'vllm:spec_decode_{n}_total{{model_name="m"}} {3 + v * len(self.asked)}' for n, v in names.items()]
+        self.reply("\n".join(["# HELP vllm:spec_decode_num_drafts Number of drafts.", *lines, "vllm:other 9"]))
+
+    def reply(self, text: str):
+        self.send_response(200 if self.path in ("/metrics", "/v1/completions") else 404)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_an_engines_tau_comes_from_its_counters(patient):
+    """It is asked the same prompts, greedily, with the target's stop tokens."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Vllm)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        prompts = [[256, 258, 65], [256, 258, 66, 67]]
+        assert _engine_tau(f"{url}/v1/", "m", prompts, {257}, patient) == pytest.approx(2.5)
+        assert [body["prompt"] for body in Vllm.asked] == prompts
+        assert {(b["temperature"], tuple(b["stop_token_ids"]), b["model"]) for b in Vllm.asked} == {(0, (257,), "m")}
+        with pytest.raises(OSError, match=r"^diagnose\.server: .* failed"):
+            _engine_tau(f"{url}/elsewhere", "m", prompts, {257}, patient)
+    finally:
+        server.shutdown()
 
 
 @pytest.mark.parametrize(
