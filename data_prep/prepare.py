@@ -94,6 +94,7 @@ class Preparation:
             "target_name": self.target_name(),
             "licence": self.model.licence,
             "target_id": DEMO_ORIGIN if self.model.target == "demo" else self.model.target,
+            "target_architectures": self.target_config.architectures or [],
             "model": describe(self.model) | {"taps": self.taps},
             "data": describe(self.data),
             "features": digest(store.manifest["recipe"]),

@@ -58,37 +58,34 @@ def load_config(name: str, schema: type, arguments: list[str]):
     models = sorted(path.stem for path in (ROOT / "configs/model").glob("*.yaml"))
     if unknown := _unknown_key(schema, overrides):
         raise ValueError(unknown)
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    store = ConfigStore.instance()
+    store.store(name=f"{name}_schema", node=schema)
+    extra = []
+    if not any(override.startswith("+model=") for override in overrides) and (saved := _saved(overrides)) is not None:
+        store.store(group="model", name="saved", node=saved, package="_global_")
+        extra = ["+model=saved"]
     try:
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            config = compose(name, overrides)
-            if not any(override.startswith("+model=") for override in overrides):
-                _adopt(config, overrides)
-            return OmegaConf.to_object(config)
+            return OmegaConf.to_object(compose(name, [*overrides, *extra]))
     except MissingMandatoryValue as error:
         raise ValueError(f"model: missing ({error.full_key}), expected +model=NAME with one of {models}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_explain(error, overrides, models)) from None
 
 
-def _adopt(config, overrides: list[str]) -> None:
-    """What an export or a checkpoint at `path=` says of its own making, under the overrides: instead of +model."""
-    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
-    path = Path(given.get("path", ""))
+def _saved(overrides: list[str]) -> dict | None:
+    """What an export or a checkpoint at `path=` says of its own making; it stands in the place of a model file."""
+    path = next((Path(override.partition("=")[2]) for override in overrides if override.startswith("path=")), None)
+    if path is None:
+        return None
     if (path / "trainer.json").exists():
         saved = read_json(path / "trainer.json")["config"]
     elif (path / "dflash_training.json").exists():
-        saved = read_json(path / "dflash_training.json")
-        saved = {"model": saved["model"], **saved.get("config", {})}
-    elif "path" in given:
-        raise ValueError(f"path: found {path}, expected a complete checkpoint or an export; or add +model=NAME")
+        training = read_json(path / "dflash_training.json")
+        saved = training.get("config", {}) | {"model": training["model"]}
     else:
-        return
-    config.model = OmegaConf.merge(OmegaConf.structured(ModelConfig), saved.pop("model"))
-    for group in ("data", "cache", "batch", "optim", "evaluate"):
-        for key, value in saved.get(group, {}).items():
-            if f"{group}.{key}" not in given:
-                OmegaConf.update(config, f"{group}.{key}", value)
+        raise ValueError(f"path: found {path}, expected a complete checkpoint or an export; or add +model=NAME")
+    return {group: saved[group] for group in ("model", "data", "cache", "batch", "optim", "evaluate") if group in saved}
 
 
 def _unknown_key(schema: type, overrides: list[str]) -> str | None:

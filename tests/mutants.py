@@ -359,6 +359,20 @@ MUTANTS = [
         WALK,
     ),
     Mutant(
+        "prompts are drawn without replacement", EVALUATE,
+        "torch.randint(len(results), (draws, len(results)), generator=torch.Generator().manual_seed(0))",
+        "torch.arange(len(results)).expand(draws, -1)",
+        "test_metrics.py::test_intervals_are_quantiles_of_draws_of_the_prompts",
+    ),
+    Mutant(
+        "what a path says wins over the command line", "data_prep/run.py", "[*overrides, *extra]", "extra or overrides",
+        "test_verify.py::test_a_path_stands_for_the_model_and_overrides_win",
+    ),
+    Mutant(
+        "an engine's tau without the bonus token", DIAGNOSE, "return 1 + accepted / drafts", "return accepted / drafts",
+        "test_diagnose.py::test_an_engines_tau_comes_from_its_counters",
+    ),
+    Mutant(
         "means of means",
         EVALUATE,
         '"tau": emitted / steps if steps else None',

@@ -6,12 +6,12 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler
 
-from stub_server import Http
+from stub_server import Http, Serving
 
 STEPS = ("create", "validate", "preupload", "batch", "put", "verify", "commit", "info")
 
 
-class StubHub:
+class StubHub(Serving):
     """Serves one repository while it is entered.
 
     files: name -> bytes, as committed. private: None before it was created. commits: how many. asked: the step of every
@@ -134,11 +134,3 @@ class StubHub:
             "commitOid": f"{self.commits:040x}",
             "success": True,
         }
-
-    def __enter__(self):
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.http.shutdown()
-        self.http.server_close()

@@ -29,7 +29,19 @@ class Http(ThreadingHTTPServer):
     request_queue_size = 256  # all that a client opens at once
 
 
-class StubServer:
+class Serving:
+    """Something with a server `http`, which serves while it is entered."""
+
+    def __enter__(self):
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+class StubServer(Serving):
     """Serves while it is entered. asked: the bodies of all requests, in the order of their arrival.
 
     plan: faults (or status codes) of the first requests, in order. refuse(body): whether to answer 400. seed: fail at
@@ -94,14 +106,6 @@ class StubServer:
         except OSError:  # the other side is gone
             pass
         handler.close_connection = sent is not None and sent < len(text)
-
-    def __enter__(self):
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.http.shutdown()
-        self.http.server_close()
 
 
 if __name__ == "__main__":

@@ -194,6 +194,7 @@ def test_an_engines_tau_comes_from_its_counters(patient):
             _engine_tau(f"{url}/elsewhere", "m", prompts, {257}, patient)
     finally:
         server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ import pytest
 import run_helpers as helpers
 
 OVERRIDES = ["launch.ranks=2", "optim.steps=12", "optim.lr=4e-3", "save_every=6", "evaluate.prompts=2"]
+OVERRIDES += ["export.speculators=true", "push_to_hub=me/tiny", "dry_run=true"]
+FILES = ["config.json", "model.safetensors", "model.py", "generate.py", "dflash_training.json", "probe.st", "README.md"]
+FILES += ["evaluation.json", "evaluation.png", "training.png"]
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +31,14 @@ def test_the_command_prepares_trains_evaluates_and_exports(calls):
     (first, _), folder = calls[0][0], calls[1]
     run, export = folder / "runs/tiny", folder / "runs/tiny/export"
     assert "12/12" in first.stdout and "reloaded in a fresh process and equal" in first.stdout
-    for name in ("config.json", "model.safetensors", "model.py", "generate.py", "dflash_training.json", "README.md"):
-        assert (export / name).exists(), name
+    assert sorted(path.name for path in export.iterdir()) == sorted(FILES)
+    other = run / "export-speculators"
+    assert sorted(path.name for path in other.iterdir()) == sorted({*FILES} - {"model.py", "generate.py"})
+    assert (other / "evaluation.json").read_bytes() == (export / "evaluation.json").read_bytes()
+    assert "vllm serve" in (other / "README.md").read_text() and "sglang" not in (other / "README.md").read_text()
+    pushed = [line.split()[1] for line in first.stdout.splitlines() if line.startswith("publish: ") and "bytes" in line]
+    assert sorted(pushed) == sorted([*FILES, "dry"])  # the last line: dry run, ... bytes
+    assert "for me/tiny, nothing uploaded" in first.stdout
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-000006", "step-000012"]
     steps = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert steps[-1]["step"] == 12 and any("heldout/tau" in values for values in steps)

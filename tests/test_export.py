@@ -27,7 +27,8 @@ from train.verify import geometry, verify
 THETA = 50000.0  # neither Transformers' default nor the tiny target's: a lost value shows
 NEW = 40
 WAYS = [{"temperature": 0.0}, {"temperature": 0.0, "block_size": 4}, {"temperature": 0.8}]
-TRAINING = {"target_name": "tiny", "target_id": "me/tiny", "steps": 120}
+TRAINING = {"target_name": "tiny", "target_id": "me/tiny", "steps": 120, "captured_taps": [1, 2, 3]}
+TRAINING["target_architectures"] = ["Qwen3ForCausalLM"]
 
 FRESH = """
 import json, sys
@@ -178,7 +179,7 @@ def test_speculators_config_is_that_of_the_format(speculators):
     assert {name: config[name] for name in golden} == golden
     inside = config["speculators_config"]
     assert inside["proposal_methods"][0]["speculative_tokens"] == 7
-    assert inside["verifier"]["name_or_path"] == "me/tiny"
+    assert inside["verifier"] == {"name_or_path": "me/tiny", "architectures": ["Qwen3ForCausalLM"]}
     nested = config["transformer_layer_config"]
     assert nested["model_type"] == "qwen3" and nested["is_causal"] is False and nested["head_dim"] == 32
     assert nested["rope_parameters"] == {"rope_type": "default", "rope_theta": THETA}
@@ -304,6 +305,13 @@ def test_a_cache_of_other_taps_is_refused(drafter, tmp_path):
     with pytest.raises(ValueError, match=r"^export refused: taps: the cache holds those of layers \[2, 3, 4\]"):
         export(drafter, tmp_path / "export", TRAINING | {"captured_taps": [2, 3, 4]})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["geometry", "captured_taps"])
+def test_an_export_that_does_not_say_what_was_trained_is_refused(exported, tmp_path, key):
+    folder = altered(exported, tmp_path / "altered", lambda training: training.pop(key), inside="dflash_training.json")
+    with pytest.raises(ValueError, match=rf"^path: .*dflash_training\.json has no {key}; export it again"):
+        verify(folder)
 
 
 def test_an_export_that_was_written_wrong_never_appears_and_the_older_one_stays(

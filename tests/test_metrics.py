@@ -239,3 +239,16 @@ def test_loops_by_hand():
     assert loops([1, 2, 3] + [7] * 17) and not loops([1, 2, 3] + [7] * 16) and not loops([7] * 40 + [1])
     assert loops(list(range(32)) * 3) and not loops(list(range(33)) * 3) and not loops(list(range(32)) * 2)
     assert not loops([]) and not loops(list(range(200)))
+
+
+def test_intervals_are_quantiles_of_draws_of_the_prompts():
+    """Of two prompts, a quarter of all draws with replacement has the one twice, a quarter the other: the 2.5 % and
+    97.5 % quantiles are those of each alone, sums divided once. A dozen equal prompts leave no doubt."""
+    few = PromptResult("few", 10, 1.0, 10, 1.0, [1] * 9, False)  # tau 1, ratio 1
+    many = PromptResult("many", 30, 3.0, 30, 1.0, [4, 4, 4, 4, 4, 4, 4, 1], False)  # tau 29 / 8, ratio 3
+    found = summarise([few, many], 4)
+    assert found["tau"] == pytest.approx(38 / 17) and found["tau_interval"] == pytest.approx([1.0, 29 / 8])
+    assert found["ratio"] == pytest.approx(2.0) and found["ratio_interval"] == pytest.approx([1.0, 3.0])
+    same = summarise([many] * 12, 4)
+    assert same["tau_interval"] == pytest.approx([29 / 8] * 2) and same["ratio_interval"] == pytest.approx([3.0] * 2)
+    assert summarise([few, many] * 20, 4)["tau_interval"][0] > 1.2  # more prompts, a narrower interval

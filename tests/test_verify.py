@@ -21,8 +21,9 @@ from transformers import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from data_prep.run import load_config
-from dflash.config import ModelConfig, drafter_config
+from dflash.config import Init, ModelConfig, drafter_config
 from dflash.model import DFlashDraftModel
+from dflash.objective import Objective
 from train.config import RunConfig
 from train.export import Format, export, speculators_config, zlab_config
 from train.verify import RULES, _wrong_rotary, geometry, read_by_sglang, read_by_vllm, verify
@@ -56,6 +57,7 @@ PUBLISHED = {
         max_position_embeddings=8192,
     ),
 }  # fmt: skip
+SERVED = {"target_id": "me/target", "target_architectures": ["Qwen3ForCausalLM"]}
 THETA = {"qwen3_4b": 1e6, "qwen3_8b": 1e6, "llama31_8b": 5e5, "qwen3_coder_30b": 1e7, "demo": 1e5}
 TAPS = {"qwen3_8b": [1, 9, 17, 25, 33], "llama31_8b": [1, 8, 15, 22, 29], "qwen3_coder_30b": [1, 12, 23, 34, 45]}
 
@@ -68,7 +70,7 @@ def on_meta(config):
 def assert_read_back(drafter):
     """By each engine's rules, from a config that went through JSON; and Transformers' rotary table."""
     expected = geometry(drafter)
-    written = zlab_config(drafter.config), speculators_config(drafter.config, "me/target")
+    written = zlab_config(drafter.config), speculators_config(drafter.config, SERVED)
     for config in (json.loads(json.dumps(c)) for c in written):
         for rules in RULES.values():
             found = rules(config)
@@ -102,7 +104,7 @@ def test_a_shrunk_drafter_of_every_model_exports(name, form, tmp_path):
     model.mask_token_id, model.num_layers = 299, 1
     torch.manual_seed(0)
     drafter = DFlashDraftModel(drafter_config(target, model))
-    folder = export(drafter, tmp_path / "export", {"target_id": "me/target"}, form)
+    folder = export(drafter, tmp_path / "export", SERVED | {"captured_taps": drafter.taps}, form)
     assert verify(folder, drafter) == []
 
 
@@ -168,7 +170,7 @@ def test_gemmas_scales_are_in_zlabs_format_and_refused_in_the_other():
         found = rules(config)
         assert (found["embed_scale"], found["softcap"]) == (8.0, 30.0)
     with pytest.raises(ValueError, match=r"^export\.speculators: the target has .*embed_scale.*8\.0"):
-        speculators_config(drafter.config, "me/target")
+        speculators_config(drafter.config, SERVED)
 
 
 @pytest.mark.parametrize("form", ["flat", "nested", "both"])
@@ -220,3 +222,23 @@ def test_the_stage_works_from_the_path_alone(tmp_path):
     done = helpers.run("train/run.py", "stage=verify", f"path={folder}")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "mask_token_id as 261, 260 was trained" in done.stderr.splitlines()[-1]
+
+
+def test_a_path_stands_for_the_model_and_overrides_win(tmp_path):
+    """An export's own word for model and data, under what the command line says."""
+    said = {"model": {"target": "me/t", "mask_token_id": 5, "taps": [1, 3], "block_size": 4, "init": "target"}}
+    said["config"] = {"data": {"path": "chats.jsonl", "thinking": False}, "optim": {"objective": "dpace"}}
+    (tmp_path / "dflash_training.json").write_text(json.dumps(said))
+    given = [
+        "stage=verify",
+        f"path={tmp_path}",
+        "data.thinking=true",
+        "model.revision=abc",
+        "+model.load={device_map: a}",
+    ]
+    config = load_config("train", RunConfig, given)
+    assert (config.model.target, config.model.taps, config.model.block_size) == ("me/t", [1, 3], 4)
+    assert config.model.init == Init.target and config.optim.objective == Objective.dpace
+    assert (config.model.revision, config.model.load, config.data.thinking) == ("abc", {"device_map": "a"}, True)
+    with pytest.raises(ValueError, match=r"^path: found .*none, expected a complete checkpoint or an export"):
+        load_config("train", RunConfig, ["stage=verify", f"path={tmp_path}/none"])

@@ -41,7 +41,6 @@ SUSPECTS = {
     "export": "the export: config or weights; run stage=verify on it",
     "engine": "the engine: its flags (number of drafts, thinking mode), its target's quantisation, its version",
 }
-RENDERED_OTHERWISE = "{different} of {count} prompts are not rendered to the tokens that stand in the cache"
 
 
 def diagnose(config: RunConfig) -> dict:
@@ -80,13 +79,11 @@ def diagnose(config: RunConfig) -> dict:
     target = preparation.load_target(config.engine.dtype)
     for rung, model in (("loop", drafter), ("export", _load_export(config.path, dtype))):
         tell(rung, _tau(target, model, prompts, preparation.stops, config))
-    if config.diagnose.server:
-        tell(
-            "engine", _engine_tau(config.diagnose.server, preparation.target_name(), prompts, preparation.stops, config)
-        )
+    if server := config.diagnose.server:
+        tell("engine", _engine_tau(server, preparation.target_name(), prompts, preparation.stops, config))
     lost = first_fall(taus)
     if different:
-        print(f"diagnose: {RENDERED_OTHERWISE.format(different=different, count=len(prompts))}")
+        print(f"diagnose: {different} of {len(prompts)} prompts are not rendered to the tokens that stand in the cache")
     if lost is None:
         print("diagnose: no rung loses much of what the one above it gains")
     else:

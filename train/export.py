@@ -74,8 +74,8 @@ def zlab_config(config: Qwen3Config) -> dict:
     }
 
 
-def speculators_config(config: Qwen3Config, target: str) -> dict:
-    """target: what the served model is called. Raises ValueError for scales of the target, which have no key there."""
+def speculators_config(config: Qwen3Config, training: dict) -> dict:
+    """training: names the served model. Raises ValueError for scales of the target, which have no key there."""
     if found := {name: value for name, value in scales(config).items() if value not in (1.0, None)}:
         raise ValueError(f"export.speculators: the target has {found}, which the format has no key for; use z-lab's")
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}
@@ -87,7 +87,10 @@ def speculators_config(config: Qwen3Config, target: str) -> dict:
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target, "architectures": []},
+            "verifier": {
+                "name_or_path": training["target_id"],
+                "architectures": training["target_architectures"],
+            },
         },
         "block_size": config.block_size,
         "draft_vocab_size": config.vocab_size,
@@ -114,7 +117,7 @@ def export(
     """
     config = zlab_config(drafter.config)
     if form == Format.speculators:
-        config = speculators_config(drafter.config, training.get("target_id", ""))
+        config = speculators_config(drafter.config, training)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -151,9 +154,10 @@ def export_checkpoint(config: RunConfig) -> Path:
     weights = sampled_digest(path / "state.safetensors")
     training = trainer["training"] | {"steps": trainer["step"], "checkpoint": {"name": path.name, "hash": weights}}
     training["config"] = {name: trainer["config"][name] for name in ("data", "cache", "batch", "optim", "evaluate")}
-    wanted = [(Format.zlab, folder)]
-    wanted += [(Format.speculators, path.parents[1] / "export-speculators")] * config.export.speculators
-    for form, place in wanted:
+    places = {Format.zlab: folder}
+    if config.export.speculators:
+        places[Format.speculators] = path.parents[1] / "export-speculators"
+    for form, place in places.items():
         if (place / TRAINING).exists() and read_json(place / TRAINING).items() >= training.items():
             print(f"export: {place} is that of {path} already", flush=True)
             continue

@@ -27,7 +27,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from data_prep.files import read_json
 from dflash.model import DFlashDraftModel, rotary_angles, scales
 
-TRAINING, PROBE = "dflash_training.json", "probe.st"
+TRAINING = "dflash_training.json"
+PROBE = "probe.st"  # safetensors, but not by its name: vLLM takes every *.safetensors of a folder for weights
 PROBE_TOLERANCE = 1e-4
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,7 +85,7 @@ def geometry(drafter: DFlashDraftModel) -> dict:
 def read_by_vllm(config: dict) -> dict:
     """vLLM 0.32: transformers_utils/configs/speculators/algos.py, then model_executor/models/qwen3_dflash.py."""
     found = {}
-    if "speculators_model_type" in config:
+    if is_speculators(config):
         found["block_size"] = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] + 1
         inside = {
             "mask_token_id": config["mask_token_id"],
@@ -126,7 +127,7 @@ def read_by_vllm(config: dict) -> dict:
 
 def read_by_sglang(config: dict) -> dict | None:
     """SGLang 0.5.23: srt/speculative/dflash_utils.py and srt/models/dflash.py. None: a format that it does not read."""
-    if "dflash_config" not in config:
+    if is_speculators(config):
         return None
     inside, kinds, layers = config["dflash_config"], config.get("layer_types"), config["num_hidden_layers"]
     slides = [kind == "sliding_attention" for kind in kinds or ["full_attention"] * layers]
@@ -205,9 +206,9 @@ def verify(folder: Path, drafter: DFlashDraftModel | None = None) -> list[str]:
     for name in ("config.json", TRAINING, PROBE):
         if not (folder / name).exists():
             raise ValueError(f"path: {folder} has no {name}, expected an export of this trainer")
-    config, training = read_json(folder / "config.json"), read_json(folder / TRAINING)
+    config, training = read_json(folder / "config.json"), read_training(folder)
     trained = geometry(drafter) if drafter is not None else training["geometry"]
-    faults = [*_wrong_tensors(folder, trained, config.get("dtype"))]
+    faults = [*_wrong_tensors(folder, trained, config)]
     for engine, rules in RULES.items():
         try:
             read = rules(config)
@@ -217,11 +218,10 @@ def verify(folder: Path, drafter: DFlashDraftModel | None = None) -> list[str]:
         for name, value in (read or {}).items():
             if value != trained[name]:
                 faults.append(f"config.json: {engine} reads {name} as {value}, {trained[name]} was trained")
-    captured = training.get("captured_taps", trained["taps"])
-    if captured != trained["taps"]:
+    if (captured := training["captured_taps"]) != trained["taps"]:
         faults.append(f"taps: the cache holds those of layers {captured}, the export names {trained['taps']}")
     if not faults:  # what cannot be read cannot be run
-        faults = [*_wrong_rotary(config, trained), *_wrong_states(folder, drafter, "dflash_config" not in config)]
+        faults = [*_wrong_rotary(config, trained), *_wrong_states(folder, drafter, is_speculators(config))]
     return faults
 
 
@@ -232,25 +232,37 @@ def refuse(faults: list[str]) -> None:
         raise ValueError(f"export refused: {faults[0]}{more}; the checkpoint is as it was")
 
 
-def _wrong_tensors(folder: Path, trained: dict, dtype: str | None):
+def is_speculators(config: dict) -> bool:
+    """Whether a config.json is in speculators' format; else it is in z-lab's."""
+    return "speculators_model_type" in config
+
+
+def read_training(folder: Path) -> dict:
+    """An export's own word for what was trained. Raises ValueError where it says too little."""
+    training = read_json(folder / TRAINING)
+    if missing := {"geometry", "captured_taps"} - training.keys():
+        raise ValueError(f"path: {folder / TRAINING} has no {' and no '.join(sorted(missing))}; export it again")
+    return training
+
+
+def _wrong_tensors(folder: Path, trained: dict, config: dict):
     found = {}
     for path in sorted(folder.glob("model*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
                 part = file.get_slice(name)
                 found[name] = part.get_shape(), {"BF16": "bfloat16", "F32": "float32"}.get(part.get_dtype())
-    expected = expected_tensors(trained)
-    table = [trained["vocab_size"], trained["hidden_size"]]
-    optional = (
-        {"embed_tokens.weight": table, "lm_head.weight": table} if (folder / "model.py").exists() is False else {}
-    )
+    expected, optional = expected_tensors(trained), {}
+    if is_speculators(config):
+        table = [trained["vocab_size"], trained["hidden_size"]]
+        optional = {"embed_tokens.weight": table, "lm_head.weight": table}
     for name in sorted(expected.keys() - found.keys()):
         yield f"model.safetensors: no {name}"
     for name in sorted(found.keys() - expected.keys() - optional.keys()):
         yield f"model.safetensors: {name} is none of the format's tensors"
     for name, shape in sorted((expected | optional).items()):
-        if name in found and found[name] != (shape, dtype):
-            yield f"model.safetensors: {name} is {found[name]}, expected {(shape, dtype)}"
+        if name in found and found[name] != (wanted := (shape, config.get("dtype"))):
+            yield f"model.safetensors: {name} is {found[name]}, expected {wanted}"
 
 
 def _wrong_rotary(config: dict, trained: dict):

@@ -9,7 +9,7 @@ anchors, dtype and threads; loss and gradients of both are compared first. Geome
 a row, S = 16, hidden 576, vocabulary 49,152, two layers, on random features.
 
 Cases: every slot supervised, one row; and a batch of chat rows, whose lengths and supervised shares follow the
-committed histogram of the rows of data_prep/demo (tests/bench/chat_rows.json).
+committed histogram of the demo target's answers (tests/bench/chat_rows.json).
 """
 
 import json

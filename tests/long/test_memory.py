@@ -25,7 +25,7 @@ print("peak", peak)
 """
 
 
-@pytest.mark.parametrize("codec", ["bf16"])
+@pytest.mark.parametrize("codec", ["bf16", "lowrank"])
 def test_memory_does_not_grow_with_the_data(tmp_path, codec):
     rng, peaks = random.Random(0), []
     for count in (2_000, 20_000):

@@ -148,8 +148,9 @@ def broken(config: dict, fault: str) -> dict:
 def folders(trained, tmp_path_factory):
     """{(format, fault): export}; fault None is the sound one."""
     place, out = tmp_path_factory.mktemp("exports"), {}
+    training = {"target_id": "tiny", "target_architectures": [], "captured_taps": trained[0].taps}
     for form in Format:
-        out[form, None] = sound = export(trained[0], place / form.value, {"target_id": "tiny"}, form)
+        out[form, None] = sound = export(trained[0], place / form.value, training, form)
         for fault in FAULTS:
             out[form, fault] = shutil.copytree(sound, place / f"{form.value}-{fault}")
             config = broken(json.loads((sound / "config.json").read_text()), fault)
