@@ -12,13 +12,12 @@ the recipe alone, shards are renamed into place whole, and one that is written t
 
 import contextlib
 import ctypes
-import functools
 import os
 import shutil
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -48,14 +47,24 @@ def length_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
     return batches
 
 
-def run_batches(run, ids: list[list[int]], batch_tokens: int, keep) -> list:
-    """keep(states) of each row, in the order of `ids`. run(rows of ids) -> a tuple of tensors [T, ...] a row; it gets
-    length-sorted batches. keep(all rows' tuples of a batch) -> one value a row."""
-    out = [None] * len(ids)
+def run_batches(run, ids: list[list[int]], batch_tokens: int):
+    """Yield (rows of a batch, their tuples of tensors [T, ...]) over all rows, length by length, so not in order.
+
+    run(rows of ids) -> one tuple a row.
+    """
     for batch in length_batches(list(map(len, ids)), batch_tokens):
-        for i, value in zip(batch, keep(run([ids[i] for i in batch])), strict=True):
-            out[i] = value
-    return out
+        yield batch, run([ids[i] for i in batch])
+
+
+def end_to_end(lengths: list[int], batches) -> tuple[torch.Tensor, ...]:
+    """The tensors [tokens, ...] of all rows in order, filled batch by batch; batches: as of `run_batches`."""
+    starts, whole = [0, *accumulate(lengths)], None
+    for batch, rows in batches:
+        for i, tensors in zip(batch, rows, strict=True):
+            whole = whole or tuple(tensor.new_empty(starts[-1], *tensor.shape[1:]) for tensor in tensors)
+            for kept, tensor in zip(whole, tensors):
+                kept[starts[i] : starts[i + 1]] = tensor
+    return whole
 
 
 @contextlib.contextmanager
@@ -160,13 +169,14 @@ def capture(rows: Store, folder: Path, recipe: dict, name: str, config: CacheCon
                 run = stack.enter_context(start())
                 codec = the_codec(rows, folder, config, run)
             part, claim = rows.rows_of(number), claims.mine
-            keep = functools.partial(check_and_pack, codec, recipe["taps"], number, claim, bar)
-            packed = run_batches(run, [row.ids_T.tolist() for row in part], config.batch_tokens, keep)
+            ids = [row.ids_T.tolist() for row in part]
+            batches = run_batches(run, ids, config.batch_tokens)
+            packed = check_and_pack(codec, recipe["taps"], number, claim, bar, batches)
+            tensors = end_to_end(list(map(len, ids)), packed)
             if pending is not None:
                 pending.result()
-            pending = writer.submit(_finish, folder, number, claim, part, name, *map(torch.cat, zip(*packed)))
+            pending = writer.submit(_finish, folder, number, claim, part, name, *tensors)
             done.add(number)
-            trim_memory()
         if pending is not None:
             pending.result()
     complete(rows, folder, recipe)
@@ -179,12 +189,21 @@ def trim_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def check_and_pack(codec: Codec, taps: list[int], number: int, claim: Path, bar, states: list[tuple]) -> list[tuple]:
-    """What is stored of a batch of shard `number`, packed on the target's device; also a sign of life."""
-    refuse_unsound(torch.cat([features_TF for features_TF, *_ in states]), taps, number)
-    claim.touch()
-    bar.update(sum(len(features_TF) for features_TF, *_ in states))
-    return [(codec.encode(x).cpu(), *(last_TD.to(torch.bfloat16).cpu() for last_TD in last)) for x, *last in states]
+def check_and_pack(codec: Codec, taps: list[int], number: int, claim: Path, bar, batches):
+    """Yield the batches of shard `number` as they are stored, packed on the target's device; also a sign of life."""
+    for batch, states in batches:
+        refuse_unsound(torch.cat([features_TF for features_TF, *_ in states]), taps, number)
+        yield (
+            batch,
+            [
+                (codec.encode(features_TF).cpu(), *(last_TD.to(torch.bfloat16).cpu() for last_TD in last))
+                for features_TF, *last in states
+            ],
+        )
+        claim.touch()
+        bar.update(sum(len(features_TF) for features_TF, *_ in states))
+        del states
+        trim_memory()
 
 
 def remove_void_records(folder: Path, numbers: set[int]) -> None:
@@ -240,8 +259,13 @@ def the_codec(rows: Store, folder: Path, config: CacheConfig, run) -> Codec:
         step, sample_TF = max(1, round(rows.manifest["tokens"] / config.fit_tokens)), None
         if config.codec != CodecKind.bf16:
             ids = [rows.row(i, features=False).ids_T.tolist() for i in range(0, len(rows), step)]
-            keep = lambda states: [features_TF.cpu() for features_TF, *_ in states]  # noqa: E731
-            sample_TF = torch.cat(run_batches(run, ids, config.batch_tokens, keep))
+            (sample_TF,) = end_to_end(
+                list(map(len, ids)),
+                (
+                    (batch, [(features_TF.cpu(),) for features_TF, *_ in states])
+                    for batch, states in run_batches(run, ids, config.batch_tokens)
+                ),
+            )
         fit_codec(config, sample_TF).save(folder / CODEC)
     return Codec.load(folder / CODEC)
 

@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: python put data_prep/ on the path, the packages lie one above
     sys.path[0] = str(ROOT)
 
-# oneDNN keeps a compiled kernel for each shape, 1,024 of them by default, and most batches of a capture have their own.
-# Training, which meets its shapes again, wants more of them than capture alone.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64" if __package__ else "16")
+# For each shape oneDNN keeps a compiled kernel and PyTorch what it is called with, 1,024 of each by default, and most
+# batches of a capture have their own (pytorch #27971). Training, which meets its shapes again, wants more than capture.
+for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(name, "64" if __package__ else "16")
 
 from hydra import compose, initialize_config_dir  # noqa: E402
 from hydra.core.config_store import ConfigStore  # noqa: E402

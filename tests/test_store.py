@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from data_prep import cache, prepare
 from data_prep.audit import check_cache, check_rows
-from data_prep.cache import Claims, capture, length_batches, run_batches
+from data_prep.cache import Claims, capture, end_to_end, length_batches, run_batches
 from data_prep.codec import Codec, bytes_per_token, fit_codec
 from data_prep.config import CacheConfig, CodecKind
 from data_prep.encode import EncodedRow
@@ -250,7 +250,11 @@ def test_batches_hold_every_row_once():
         assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
         assert all(len(b) == 1 or max(lengths[i] for i in b) * len(b) <= 120 for b in batches)
         ids = [[i] * n for i, n in enumerate(lengths)]
-        assert run_batches(lambda some: some, ids, 120, lambda some: some) == ids
+        run = lambda some: [(torch.tensor(row), 2 * torch.tensor(row)) for row in some]  # noqa: E731
+        once, twice = end_to_end(lengths, run_batches(run, ids, 120))
+        assert once.tolist() == [i for row in ids for i in row] and twice.tolist() == [
+            2 * i for row in ids for i in row
+        ]
 
 
 def test_last_states_are_those_behind_the_final_norm(rows, tmp_path):

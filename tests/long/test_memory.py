@@ -38,7 +38,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path, codec):
         done = helpers.run(
             "-c", WATCHED, "+model=tiny", "stage=capture", f"data.path={path}", "data.answers=data",
             f"cache.dir={tmp_path}/cache", f"cache.codec={codec}", "cache.threads=1", "cache.fit_tokens=4096",
-            "cache.shard_tokens=4096", timeout=400,
+            timeout=400,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         peaks.append(int(re.search(r"peak (\d+)", done.stdout)[1]))
