@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, Qwen3Config
 
-from .generate import Proposal, generate
+from .generate import Buffers, Proposal, Round, generate
 
 
 @dataclass
@@ -135,27 +135,6 @@ def attend(q_BHQK, k_BGNK, v_BGNK, mask):
     return _compiled_flex()(q_BHQK, k_BGNK, v_BGNK, block_mask=mask, enable_gqa=gqa)
 
 
-class DraftCache:
-    """Keys and values of the verified context, one buffer for each layer.
-
-    The block's own keys and values are written behind the context and overwritten by the next call, so that nothing
-    is ever cropped: `length` counts verified tokens only.
-    """
-
-    def __init__(self, capacity: int):
-        self.capacity, self.length, self.buffers = capacity, 0, {}
-
-    def append(self, layer: int, k_BGNK: torch.Tensor, v_BGNK: torch.Tensor):
-        """Write N new entries behind the context; return keys and values from the start up to them."""
-        if layer not in self.buffers:
-            batch, heads, _, size = k_BGNK.shape
-            self.buffers[layer] = k_BGNK.new_empty(2, batch, heads, self.capacity, size)
-        end = self.length + k_BGNK.shape[2]
-        keys, values = self.buffers[layer]
-        keys[:, :, self.length : end], values[:, :, self.length : end] = k_BGNK, v_BGNK
-        return keys[:, :, :end], values[:, :, :end]
-
-
 class Attention(nn.Module):
     """Queries from the block [B, Q, D]; keys and values from [context ; block], N = T + Q, by the same projections."""
 
@@ -180,7 +159,7 @@ class Attention(nn.Module):
         q = rotate(q, cos[:, first_slot:], sin[:, first_slot:]).transpose(1, 2)
         k, v = rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)
+            k, v = cache.update(k, v, self.layer)
         return self.o_proj(attend(q, k, v.to(q.dtype), mask).transpose(1, 2).flatten(2))
 
 
@@ -236,13 +215,13 @@ class DFlashDraftModel(PreTrainedModel):
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
 
-    def forward(self, embeds_BQD, features_BTF, positions_BN, mask=None, cache: DraftCache | None = None):
+    def forward(self, embeds_BQD, features_BTF, positions_BN, mask=None, cache: Buffers | None = None):
         """Hidden states [B, Q, D] of the blocks, normed: what the target's head turns into logits.
 
         embeds_BQD: embeddings of the blocks' slots, block after block. features_BTF: the target's tapped states of
         T context tokens (only the new ones where a cache holds the earlier). positions_BN: absolute, document-local
         positions of the context tokens, then of the slots. mask: see `blocks.visible`; None shows everything, as
-        serving one block does.
+        serving one sequence does.
         """
         angle = rotary_angles(self.theta, self.config.head_dim, positions_BN)[:, :, None]
         cos, sin = angle.cos().to(embeds_BQD.dtype), angle.sin().to(embeds_BQD.dtype)
@@ -253,28 +232,29 @@ class DFlashDraftModel(PreTrainedModel):
                 x_BQD = checkpoint(layer, x_BQD, context_BTD, cos, sin, mask, cache, use_reentrant=False)
             else:
                 x_BQD = layer(x_BQD, context_BTD, cos, sin, mask, cache)
-        if cache is not None:
-            cache.length += features_BTF.shape[1]
         return self.norm(x_BQD)
 
     def begin(self, target: nn.Module, capacity: int):
-        """State of one generation of up to `capacity` verified tokens: the cache and the target's two tables."""
-        return DraftCache(capacity + self.block_size), TargetEnds.of(target, self.config)
+        """State of one generation: buffers of `capacity` tokens, the last one spare, and the target's two tables."""
+        return Buffers(capacity), TargetEnds.of(target, self.config)
 
-    def propose(self, state, anchor_id: torch.Tensor, features_BTF, num_drafts: int, choose) -> Proposal:
-        """Draft `num_drafts` tokens behind the anchor in one forward.
+    def propose(self, state, told: Round, num_drafts: int, choose) -> Proposal:
+        """Draft `num_drafts` tokens behind each anchor in one forward.
 
-        anchor_id [1]: the last verified token. features_BTF: the target's states of the tokens verified since the
-        last call, all strictly before the anchor. choose: logits [n, V] -> (ids [n], probabilities [n, V] or None).
+        choose: logits [B, n, V] -> Proposal. Void features are kept in the spare place, which nobody sees.
         """
         cache, ends = state
-        first = cache.length
-        end = first + features_BTF.shape[1]
-        ids = F.pad(anchor_id, (0, num_drafts), value=self.mask_token_id)
-        positions = torch.arange(first, end + 1 + num_drafts, device=ids.device)[None]
-        embeds = ends.embed(ids)[None].to(self.dtype)
-        hidden_BQD = self(embeds, features_BTF.to(self.dtype), positions, cache=cache)
-        return choose(ends.logits(hidden_BQD[0, 1:]))
+        device, length_B1 = told.anchor_B.device, told.length_B[:, None]
+        context_BT = told.first_B[:, None] + torch.arange(told.features_BTF.shape[1], device=device)
+        slot_BQ = length_B1 + torch.arange(num_drafts + 1, device=device)
+        kept_BT = torch.where(context_BT < length_B1, context_BT, cache.capacity - 1)
+        cache.aim(torch.cat((kept_BT, slot_BQ), dim=1), told.bound)
+        mask = None if told.exact else (torch.arange(told.bound, device=device) <= slot_BQ[:, -1:])[:, None, None]
+        ids_BQ = F.pad(told.anchor_B[:, None], (0, num_drafts), value=self.mask_token_id)
+        positions_BN = torch.cat((context_BT, slot_BQ), dim=1)
+        features_BTF = told.features_BTF.to(self.dtype)
+        hidden_BQD = self(ends.embed(ids_BQ).to(self.dtype), features_BTF, positions_BN, mask, cache)
+        return choose(ends.logits(hidden_BQD[:, 1:]))
 
     @torch.no_grad()
     def spec_generate(

@@ -12,7 +12,7 @@ import transformers
 
 from dflash.blocks import make_blocks
 from dflash.config import ModelConfig, drafter_config
-from dflash.generate import Proposal
+from dflash.generate import Proposal, Round
 from dflash.model import DFlashDraftModel
 from dflash.objective import BlockBatch, block_loss
 
@@ -142,19 +142,34 @@ def reference_drafter(params, config, embeds_SD, features_TF):
 def scripted_drafter(sequence, block_size, right=()):
     """A drafter that knows the whole text (prompt and answer) and gets `right[step]` drafts right, then all wrong.
 
-    Without an entry for a step it gets all right. It finds its place by counting the features it was given, and checks
-    that the anchor is the token at that place.
+    Without an entry for a step it gets all right. For several sequences: lists of both. It checks that the anchor is
+    the token at the place that it is told, and that the features reach up to it.
     """
+    several = isinstance(sequence[0], list)
+    texts, rights = (sequence, right) if several else ([sequence], [right])
 
-    def propose(state, anchor_id, features_BTF, num_drafts, choose):
-        state["at"] += features_BTF.shape[1]
-        step, at = state["step"], state["at"]
-        assert anchor_id.tolist() == sequence[at : at + 1], "the anchor is not the token behind the features"
-        drafts = (sequence[at + 1 :] + [0] * num_drafts)[:num_drafts]
-        num_right = right[step] if step < len(right) else num_drafts
-        drafts = [t if i < num_right else t ^ 1 for i, t in enumerate(drafts)]
+    def propose(state, told, num_drafts, choose):
+        out = []
+        for b, (text, right) in enumerate(zip(texts, rights)):
+            at = int(told.length_B[b])
+            if at >= len(text):  # its sequence is done
+                out.append([0] * num_drafts)
+                continue
+            assert int(told.anchor_B[b]) == text[at], "the anchor is not the token at its place"
+            assert int(told.first_B[b]) == state["seen"][b] and told.features_BTF.shape[1] >= at - state["seen"][b]
+            state["seen"][b] = at
+            drafts = (text[at + 1 :] + [0] * num_drafts)[:num_drafts]
+            num_right = right[state["step"]] if state["step"] < len(right) else num_drafts
+            out.append([t if i < num_right else t ^ 1 for i, t in enumerate(drafts)])
         state["step"] += 1
-        return Proposal(torch.tensor(drafts), None)
+        return Proposal(torch.tensor(out), None)
 
-    begin = lambda target, capacity: {"at": 0, "step": 0}  # noqa: E731
+    begin = lambda target, capacity: {"seen": [0] * len(texts), "step": 0}  # noqa: E731
     return SimpleNamespace(taps=[1, 3], block_size=block_size, begin=begin, propose=propose)
+
+
+def told(anchor_id, features_TF, first, block_size):
+    """What the loop tells a drafter of one sequence: features from `first` on, all before the anchor."""
+    length = first + len(features_TF)
+    at = [torch.tensor([place]) for place in (length, first)]
+    return Round(anchor_id.view(1), at[0], features_TF[None], at[1], length + block_size, True)

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import SHAPE, greedy, reference_drafter, scripted_drafter, tiny_drafter, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dflash.generate import Proposal, accept, generate, probabilities
+from dflash.generate import Answers, Buffers, Proposal, accept, generate, generate_batch, probabilities
 from train.config import EvaluateConfig
 from train.evaluate import compare_outputs, measure_speed, summarise
 
@@ -38,6 +39,13 @@ def text(target):
 
 def run(target, prompt, max_new_tokens, drafter=None, **options):
     return generate(target, torch.tensor([prompt]), max_new_tokens, drafter, **options)
+
+
+def accepted(drafts, q, p, logits, generator=None):
+    """What `accept` yields for one sequence."""
+    several = Proposal(drafts[None], None if q is None else q[None]), None if p is None else p[None], logits[None]
+    token_BS, right_B = accept(*several, generator)
+    return token_BS[0, : int(right_B) + 1].tolist()
 
 
 # greedy: the target's own tokens
@@ -71,8 +79,7 @@ def test_greedy_acceptance_is_the_longest_right_prefix():
     for right in itertools.product([True, False], repeat=3):
         drafts = [int(b) if ok else int(b) + 1 for b, ok in zip(best, right)]
         num_right = next((i for i, ok in enumerate(right) if not ok), 3)
-        out = accept(Proposal(torch.tensor(drafts), None), None, logits, None)
-        assert out.tolist() == best[: num_right + 1].tolist()
+        assert accepted(torch.tensor(drafts), None, None, logits) == best[: num_right + 1].tolist()
 
 
 def test_spec_generate_returns_prompt_and_answer(target, text):
@@ -168,14 +175,14 @@ def test_the_drafter_sees_all_verified_text(target, text):
     embed, head = target.get_input_embeddings().weight.double(), target.lm_head.weight.double()
     steps = []
 
-    def propose(state, anchor_id, features_BTF, num_drafts, choose):
+    def propose(state, told, num_drafts, choose):
         seen = []
-        drafter.propose(state[0], anchor_id, features_BTF, num_drafts, seen.append)
-        proposal = known.propose(state[1], anchor_id, features_BTF, num_drafts, choose)
-        at = state[1]["at"]
+        drafter.propose(state[0], told, num_drafts, seen.append)
+        proposal = known.propose(state[1], told, num_drafts, choose)
+        at = int(told.length_B)
         block = embed[torch.tensor([(prompt + answer)[at]] + [drafter.mask_token_id] * num_drafts)]
         expected = reference_drafter(params, drafter.config, block, context[:at])[1:] @ head.T
-        steps.append(float((seen[0] - expected).abs().max()))
+        steps.append(float((seen[0][0] - expected).abs().max()))
         return proposal
 
     begin = lambda target, capacity: (drafter.begin(target, capacity), known.begin(target, capacity))  # noqa: E731
@@ -239,6 +246,129 @@ def test_lengths_beyond_the_target_are_refused(target, text):
     limit = SHAPE["max_position_embeddings"] - 6 - S
     with pytest.raises(ValueError, match=r"max_new_tokens.*513.*512"):
         run(target, text[0], limit + 1, tiny_drafter(target))
+
+
+# several prompts at once
+
+
+LENGTHS, LIMIT = (6, 1, 23, 6, 11), 30
+
+
+@pytest.fixture(scope="module")
+def several():
+    """A target in float64, so that no tie is near; prompts of several lengths, and its answers."""
+    target = tiny_target("Llama", seed=1, vocab_size=1000).double()
+    draw = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(2, 1000, (length,), generator=draw).tolist() for length in LENGTHS]
+    return target, prompts, [greedy(target, prompt, LIMIT + S) for prompt in prompts]
+
+
+def drafters(several):
+    """Of each kind: none, an untrained one, one that knows the answers and is right so often."""
+    target, prompts, answers = several
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
+    rights = [[7, 0, 3], [2, 2, 2, 2, 2], [], [0, 5, 7, 1], [6, 0, 0, 7]]
+    alone = lambda i: scripted_drafter(texts[i], S, rights[i])  # noqa: E731
+    untrained = tiny_drafter(target).double()
+    return {
+        "none": (None, lambda i: None),
+        "untrained": (untrained, lambda i: untrained),
+        "scripted": (scripted_drafter(texts, S, rights), alone),
+    }
+
+
+@pytest.mark.parametrize("look_every", [1, 2, 5, 100])
+@pytest.mark.parametrize("kind", ["none", "untrained", "scripted"])
+def test_batched_equals_single(several, kind, look_every):
+    """Tokens and counts, with stops in several places, and whenever the host looks."""
+    target, prompts, answers = several
+    together, alone = drafters(several)[kind]
+    stops = {answers[0][13], answers[3][0], answers[4][8]}
+    found = generate_batch(target, prompts, LIMIT, together, stop_token_ids=stops, look_every=look_every)
+    for i, (prompt, result) in enumerate(zip(prompts, found)):
+        single = run(target, prompt, LIMIT, alone(i), stop_token_ids=stops)
+        assert result.tokens == single.tokens == greedy(target, prompt, LIMIT, stop=list(stops))
+        assert (result.accepted, result.accepted_raw) == (single.accepted, single.accepted_raw)
+    assert len({len(result.tokens) for result in found}) > 2, "some stop, and some reach the limit"
+
+
+def test_a_batch_is_drafted_as_single_runs_are(several, monkeypatch):
+    """The drafter's own logits, whatever was rejected before; and no place but the spare one is written twice."""
+    target, prompts, _ = several
+    drafter, (known, alone) = tiny_drafter(target).double(), drafters(several)["scripted"]
+    seen, aim = {}, Buffers.aim
+
+    def aimed(self, index_BN, bound):
+        for places in index_BN.tolist():
+            own = [place for place in places if place != self.capacity - 1]
+            assert len(set(own)) == len(own) and max(own) < bound
+        return aim(self, index_BN, bound)
+
+    def both(known, numbers, out):
+        def propose(state, told, num_drafts, choose):
+            logits = []
+            drafter.propose(state[0], told, num_drafts, logits.append)
+            for i, length, of_one in zip(numbers, told.length_B.tolist(), logits[0]):
+                out[i, length] = of_one
+            return known.propose(state[1], told, num_drafts, choose)
+
+        begin = lambda target, capacity: (drafter.begin(target, capacity), known.begin(target, capacity))  # noqa: E731
+        return SimpleNamespace(taps=drafter.taps, block_size=S, begin=begin, propose=propose)
+
+    monkeypatch.setattr(Buffers, "aim", aimed)
+    generate_batch(target, prompts, LIMIT, both(known, range(len(prompts)), seen))
+    for i, prompt in enumerate(prompts):
+        single = {}
+        run(target, prompt, LIMIT, both(alone(i), [i], single), look_every=1)
+        assert len(single) > 3 and all((seen[key] - value).abs().max() < 1e-9 for key, value in single.items())
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma", "Mistral"])
+def test_batched_equals_single_for_other_targets(kind):
+    target = tiny_target(kind, seed=3, vocab_size=1000, **({"sliding_window": None} if kind == "Mistral" else {}))
+    target, drafter = target.double(), tiny_drafter(target).double()
+    prompts = [torch.randint(2, 1000, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 4, 17)]
+    for prompt, result in zip(prompts, generate_batch(target, prompts, 20, drafter)):
+        assert result.tokens == greedy(target, prompt, 20)
+
+
+def test_attention_without_masks_is_refused_for_several_prompts(target):
+    other = copy.deepcopy(target)
+    other.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation: found flash_attention_2, expected sdpa or eager"):
+        generate_batch(other, [[5, 6], [7, 8]], 5)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes a host wait for its device: scalars that are read, and shapes that depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim", "_unique2"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("look_every", [1, 4])
+def test_the_host_waits_once_a_look(target, text, monkeypatch, look_every, batch, temperature):
+    """`tolist`, which no dispatch mode sees, is counted by hand; what follows the last round belongs to no round."""
+    prompt, drafter, waits, lists = text[0], tiny_drafter(target), Waits(), []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(len(waits.seen)) or tolist(x))
+    monkeypatch.setattr(Answers, "tell", lambda self, seconds: self)
+    options = {"temperature": temperature, "sampled_proposals": True, "look_every": look_every}
+    prompts = [prompt, prompt[:3], prompt + prompt][:batch]
+    with waits:
+        answers = generate_batch(target, prompts, 24, drafter, **options)
+    rounds = len(answers.steps) - 1
+    assert rounds >= 8 and not waits.seen
+    assert len(lists) == 1 + (rounds if look_every == 1 else len(answers.steps) // look_every)
 
 
 # sampling
@@ -306,12 +436,12 @@ def test_acceptance_keeps_the_targets_distribution(temperature, top_p, top_k, sa
         for first in range(VOCAB):
             for second in range(VOCAB):
                 block = torch.tensor([a, first, second])
-                kinds[a, first, second] = Proposal(block[1:], q if sampled else None), code[block], logits[block]
+                kinds[a, first, second] = block[1:], q if sampled else None, code[block], logits[block]
     counts = torch.zeros(VOCAB, VOCAB)
     for first, again in zip(drafts[:draws].tolist(), drafts[draws:].tolist()):
-        out = accept(*kinds[0, *first], generator).tolist()
+        out = accepted(*kinds[0, *first], generator)
         if len(out) < 2:
-            out += accept(*kinds[out[0], *again], generator).tolist()
+            out += accepted(*kinds[out[0], *again], generator)
         counts[out[0], out[1]] += 1
     statistic, bound = chi_square(counts, draws * p[0][:, None] * p)
     assert statistic < bound
@@ -325,11 +455,11 @@ def test_impossible_tokens_are_never_accepted(sampled, monkeypatch):
     q = torch.tensor([[0.6, 0.4, 0.0], [0.1, 0.9, 0.0]]) if sampled else None
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        out = accept(Proposal(torch.tensor([0, 1]), q), p, p, generator).tolist()
+        out = accepted(torch.tensor([0, 1]), q, p, p, generator)
         assert len(out) == 1 and out[0] in (1, 2)
-        out = accept(Proposal(torch.tensor([1, 1]), q), p, p, generator).tolist()
+        out = accepted(torch.tensor([1, 1]), q, p, p, generator)
         assert len(out) == 2 and out[0] == 1 and out[1] in (0, 2)
-        out = accept(Proposal(torch.tensor([1, 0]), q), p, p, generator).tolist()
+        out = accepted(torch.tensor([1, 0]), q, p, p, generator)
         assert out == [1, 0, 0]
 
 
@@ -338,7 +468,7 @@ def test_residual_by_hand(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size, 0.999))
     p, q = torch.tensor([[0.2, 0.5, 0.3]] * 2), torch.tensor([[0.6, 0.4, 0.0]])
     generator = torch.Generator().manual_seed(1)
-    drawn = [accept(Proposal(torch.tensor([0]), q), p, p, generator).tolist() for _ in range(4000)]
+    drawn = [accepted(torch.tensor([0]), q, p, p, generator) for _ in range(4000)]
     assert all(len(tokens) == 1 for tokens in drawn)
     counts = torch.bincount(torch.tensor(drawn)[:, 0], minlength=3)
     statistic, bound = chi_square(counts.float(), 4000 * torch.tensor([0.0, 0.25, 0.75]))
@@ -347,15 +477,16 @@ def test_residual_by_hand(monkeypatch):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_sampling_through_the_whole_loop(sampled):
-    """`generate` with a real drafter: tokens 2 and 3 of an answer against the target's distributions over 600 runs."""
+    """Answers with a real drafter, many at once: tokens 2 and 3 against the target's distributions over 6,000 runs."""
     target = tiny_target(
         "Llama", seed=5, vocab_size=6, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2
     )
     drafter = tiny_drafter(target, taps=(0, 1), num_layers=1, block_size=3)
-    prompt, runs = [2, 3, 4], 600
+    prompt, runs = [2, 3, 4], 6000
     generator = torch.Generator().manual_seed(6)
     options = {"temperature": 1.5, "top_p": 0.9, "sampled_proposals": sampled, "generator": generator}
-    answers = [run(target, prompt, 3, drafter, **options).tokens for _ in range(runs)]
+    found = [r for _ in range(12) for r in generate_batch(target, [prompt] * (runs // 12), 3, drafter, **options)]
+    answers = [result.tokens for result in found]
     expected = torch.zeros(6, 6)
     with torch.no_grad():
         first = warp(target(torch.tensor([prompt])).logits[0, -1:], 1.5, 0.9, 0)[0]
@@ -395,9 +526,9 @@ def test_the_evaluator_finds_different_words(target, text):
         begin = staticmethod(lambda target, capacity: None)
         double = float = lambda self: self
 
-        def propose(self, state, anchor_id, features_BTF, num_drafts, choose):
+        def propose(self, state, told, num_drafts, choose):
             target.lm_head.weight.mul_(-1)  # the target itself answers otherwise once a drafter is at work
-            return Proposal(torch.zeros(num_drafts, dtype=torch.long), None)
+            return Proposal(torch.zeros(1, num_drafts, dtype=torch.long), None)
 
     counts = compare_outputs(target, Liar(), [("one", prompt)], {999}, config)
     assert counts == {"prompts": 1, "identical": 0, "near_ties": 0, "different": 1}

@@ -18,6 +18,7 @@ from helpers import (
     reference_drafter,
     tiny_drafter,
     tiny_target,
+    told,
 )
 from safetensors.torch import load_file, save_file
 
@@ -146,11 +147,11 @@ def test_training_forward_is_the_decoder_with_its_cache(kind, steps):
     with torch.no_grad():
         packed = iter(ends.logits(packed_hidden(drafter, batch, ends)))
         for (ids, _, context), local in zip(rows, anchors):
-            state, done = drafter.begin(target, len(ids)), 0
+            state, done = drafter.begin(target, len(ids) + S + 1), 0
             for a in local:
                 seen = []
-                drafter.propose(state, ids[a : a + 1], context[None, done:a], S - 1, lambda z, out=seen: out.append(z))
-                assert (seen[0] - next(packed)[1:]).abs().max() < 1e-4
+                drafter.propose(state, told(ids[a], context[done:a], done, S), S - 1, seen.append)
+                assert (seen[0][0] - next(packed)[1:]).abs().max() < 1e-4
                 done = a
 
 
@@ -159,11 +160,11 @@ def test_propose_fewer_drafts_than_trained(target, drafter, rows):
     ids, _, context = rows[1]
     seen = []
     with torch.no_grad():
-        drafter.propose(drafter.begin(target, 40), ids[9:10], context[None, :9], 3, seen.append)
+        drafter.propose(drafter.begin(target, 40), told(ids[9], context[:9], 0, 4), 3, seen.append)
     params = {name: p.detach().double() for name, p in drafter.named_parameters()}
     embeds = target.get_input_embeddings().weight[torch.tensor([ids[9], MASK, MASK, MASK])]
     expected = reference_drafter(params, drafter.config, embeds, context[:9])[1:] @ target.lm_head.weight.double().T
-    assert (seen[0] - expected).abs().max() < 1e-4
+    assert (seen[0][0] - expected).abs().max() < 1e-4
 
 
 # contract 1: taps
