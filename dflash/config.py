@@ -40,6 +40,21 @@ class Init(Enum):
     target = "target"  # copies of the target's last layers, which a short run learns much faster from
 
 
+class Kind(Enum):
+    """How a drafter drafts."""
+
+    dflash = "dflash"  # a block in one forward
+    eagle3 = "eagle3"  # a baseline: one token a forward, from the target's taps
+    mtp = "mtp"  # likewise, from the highest tap alone
+
+
+@dataclass
+class DrafterConfig:
+    """Baselines to compare with; dflash/autoregressive.py."""
+
+    kind: Kind = Kind.dflash
+
+
 @dataclass
 class ModelConfig:
     """A target and the drafter that is trained for it."""

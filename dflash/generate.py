@@ -47,6 +47,7 @@ class Round(NamedTuple):
     length_B: torch.Tensor  # their positions: so many tokens were verified before them
     features_BTF: torch.Tensor  # the target's states of T tokens from first_B on; from length_B on they are void
     first_B: torch.Tensor
+    ids_BT: torch.Tensor  # those T tokens
     bound: int  # no sequence has more than so many tokens once the block is added
     exact: bool  # the one sequence has just `bound` of them: there is nothing to hide
 
@@ -259,13 +260,12 @@ class Forward:
             mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)[:, None]
         return self.target(input_ids=ids_BT, attention_mask=mask, position_ids=position_BT, **self.named).logits
 
-    def prefill(self, prompts: list[list[int]], last_B: torch.Tensor) -> torch.Tensor:
-        """Logits [B, 1, V] behind each prompt, whose last token stands at last_B."""
-        longest = max(map(len, prompts))
-        ids_BT = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts], device=last_B.device)
+    def prefill(self, ids_BT: torch.Tensor, last_B: torch.Tensor, even: bool) -> torch.Tensor:
+        """Logits [B, 1, V] behind each prompt, whose last token stands at last_B; even: at the end of all."""
+        longest = ids_BT.shape[1]
         self.cache.aim(torch.arange(longest, device=last_B.device).expand_as(ids_BT), longest)
         logits = self.target(input_ids=ids_BT, logits_to_keep=1, **self.named).logits
-        if min(map(len, prompts)) == longest:
+        if even:
             return logits
         return self(ids_BT.gather(1, last_B[:, None]), last_B, longest)  # the last tokens lie apart: ask again
 
@@ -352,7 +352,8 @@ def generate_batch(
 
     with tapped(target, drafter.taps if drafter is not None else ()) as states:
         run = Forward(target, capacity, exact)
-        logits = run.prefill(prompts, answers.length_B)
+        ids_BT = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts], device=device)
+        logits = run.prefill(ids_BT, answers.length_B, min(map(len, prompts)) == longest)
         nothing = Proposal(answers.anchor_B.new_empty(len(prompts), 0), None)
         answers.take(*accept(nothing, distribution(logits), logits, generator))
         state = drafter.begin(target, capacity) if drafter is not None else None
@@ -365,11 +366,11 @@ def generate_batch(
             if drafter is not None:
                 features_BTF = torch.cat(states[: len(drafter.taps)], dim=-1)
                 states.clear()
-                told = Round(answers.anchor_B, answers.length_B, features_BTF, first_B, bound, exact)
+                told = Round(answers.anchor_B, answers.length_B, features_BTF, first_B, ids_BT, bound, exact)
                 proposal = drafter.propose(state, told, size - 1, choose)
                 watch.mark("draft")
-            first_B = answers.length_B
-            logits = run(torch.cat((answers.anchor_B[:, None], proposal.ids), dim=1), first_B, bound)
+            first_B, ids_BT = answers.length_B, torch.cat((answers.anchor_B[:, None], proposal.ids), dim=1)
+            logits = run(ids_BT, first_B, bound)
             answers.take(*accept(proposal, distribution(logits), logits, generator))
             length, done = answers.look() if len(answers.steps) % look_every == 0 else (length + size, False)
             watch.mark("verify")

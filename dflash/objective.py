@@ -38,6 +38,7 @@ class BlockBatch:
     """One bin on the device: the context and its blocks."""
 
     features_TF: torch.Tensor
+    ids_T: torch.Tensor  # int64, which the baselines read
     position_T: torch.Tensor  # int64, document-local
     blocks: Blocks
     weighted_N: torch.Tensor  # int64 indices into Q of the slots with weight
@@ -58,8 +59,9 @@ def padded(batch: BlockBatch, num_tokens: int, num_anchors: int) -> BlockBatch:
         **{name: pad(getattr(blocks, name), (0, 0, 0, more_A)) for name in ("input_AS", "label_AS", "weight_AS")},
         "position_AS": pad(blocks.position_AS, (0, 0, 0, more_A)),
     }
-    features_TF, position_T = pad(batch.features_TF, (0, 0, 0, more_T)), pad(batch.position_T, (0, more_T))
-    return BlockBatch(features_TF, position_T, Blocks(**filled), batch.weighted_N, batch.teacher_ND)
+    features_TF = pad(batch.features_TF, (0, 0, 0, more_T))
+    ids_T, position_T = pad(batch.ids_T, (0, more_T)), pad(batch.position_T, (0, more_T))
+    return BlockBatch(features_TF, ids_T, position_T, Blocks(**filled), batch.weighted_N, batch.teacher_ND)
 
 
 @dataclass
@@ -127,11 +129,8 @@ def dpace_weights(loss_N, weighted_N, num_blocks: int, block_size: int, alpha: f
     return torch.nn.functional.pad(weight_AS, (1, 0)).flatten()[weighted_N]
 
 
-def block_loss(drafter, batch: BlockBatch, ends: TargetEnds, chunk: int, objective=Objective.decay) -> BlockLoss:
-    """The weighted loss of one bin. drafter: the model, or an engine whose forward is the model's.
-
-    chunk: how many slots' logits exist at one time; it changes memory and speed, not the result.
-    """
+def block_inputs(batch: BlockBatch, ends: TargetEnds) -> tuple:
+    """What the drafter's forward takes of a bin: embeddings, features, positions, and the mask."""
     blocks = batch.blocks
     num_context, block_size = len(batch.position_T), blocks.input_AS.shape[1]
     geometry = blocks.anchor_A, blocks.start_A, num_context, block_size
@@ -139,7 +138,17 @@ def block_loss(drafter, batch: BlockBatch, ends: TargetEnds, chunk: int, objecti
     mask = grouped_mask(*geometry) if on_cpu else attention_mask(*geometry, dense=False)
     positions_BN = torch.cat((batch.position_T, blocks.position_AS.flatten()))[None]
     embeds_BQD = ends.embed(blocks.input_AS.flatten())[None]
-    hidden_QD = drafter(embeds_BQD, batch.features_TF[None], positions_BN, mask)[0]
+    return embeds_BQD, batch.features_TF[None], positions_BN, mask
+
+
+def block_loss(drafter, batch: BlockBatch, ends: TargetEnds, chunk: int, objective=Objective.decay) -> BlockLoss:
+    """The weighted loss of one bin. drafter: the model, or an engine whose forward is the model's.
+
+    chunk: how many slots' logits exist at one time; it changes memory and speed, not the result.
+    """
+    blocks, block_size = batch.blocks, batch.blocks.input_AS.shape[1]
+    inputs = getattr(getattr(drafter, "module", drafter), "block_inputs", block_inputs)  # a baseline has its own
+    hidden_QD = drafter(*inputs(batch, ends))[0]
     label_N = blocks.label_AS.flatten()[batch.weighted_N]
     hidden_ND = hidden_QD[batch.weighted_N]
     loss_N, predicted_N = ChunkedCrossEntropy.apply(hidden_ND, label_N, ends, chunk, batch.teacher_ND)

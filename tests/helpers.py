@@ -88,7 +88,7 @@ def pack(rows, anchors, block_size, gamma, mask_token_id=MASK):
         ids_T, mask_T, torch.tensor(starts), torch.tensor(chosen, dtype=torch.long), block_size, mask_token_id, gamma
     )
     position_T = torch.cat([torch.arange(len(row[0])) for row in rows])
-    return BlockBatch(features_TF, position_T, blocks, blocks.weight_AS.flatten().nonzero()[:, 0])
+    return BlockBatch(features_TF, ids_T, position_T, blocks, blocks.weight_AS.flatten().nonzero()[:, 0])
 
 
 def packed_hidden(drafter, batch, ends):
@@ -172,4 +172,4 @@ def told(anchor_id, features_TF, first, block_size):
     """What the loop tells a drafter of one sequence: features from `first` on, all before the anchor."""
     length = first + len(features_TF)
     at = [torch.tensor([place]) for place in (length, first)]
-    return Round(anchor_id.view(1), at[0], features_TF[None], at[1], length + block_size, True)
+    return Round(anchor_id.view(1), at[0], features_TF[None], at[1], None, length + block_size, True)

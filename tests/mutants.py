@@ -43,6 +43,10 @@ SEES = "test_generate.py::test_the_drafter_sees_all_verified_text"
 BATCH = "test_generate.py::test_batched_equals_single"
 DRAFTS = "test_generate.py::test_a_batch_is_drafted_as_single_runs_are"
 
+BASELINE = "dflash/autoregressive.py"
+UNROLLED = "test_autoregressive.py::test_unrolled_training_is_the_reference"
+DRAFTED = "test_autoregressive.py::test_serving_is_the_reference"
+
 DATA, ENGINE, TRAINER, EVALUATE, EXPORT, CHECKPOINT, VERIFY, DIAGNOSE, PUBLISH = (
     f"train/{n}.py"
     for n in ("data", "engine", "trainer", "evaluate", "export", "checkpoint", "verify", "diagnose", "publish")
@@ -136,6 +140,19 @@ MUTANTS = [
     Mutant("serving: drafts from the anchor's slot", MODEL, "hidden_BQD[:, 1:]", "hidden_BQD[:, :-1]", SERVE),
     Mutant("batches: a block sees beyond its own end", MODEL, "mask = None if told.exact else",
            "mask = None if True else", DRAFTS),
+    # the baselines
+    Mutant("a baseline reads the state of its own token", BASELINE, "pad(features_BTF, (0, 0, 1, -1))",
+           "pad(features_BTF, (0, 0, 0, 0))", UNROLLED),
+    Mutant("a baseline's chain sees other chains", BASELINE, "own, slots = torch.eye(len(anchor_A), dtype",
+           "own, slots = torch.ones(len(anchor_A), len(anchor_A), dtype", UNROLLED),
+    Mutant("a baseline's context sees other documents", BASELINE, "(index_T >= (index_T - position_T)[:, None])",
+           "(index_T >= 0)", UNROLLED),
+    Mutant("a baseline's step reads the first state again", BASELINE, "            hidden = self._through(forced",
+           "            _ = self._through(forced", UNROLLED),
+    Mutant("a baseline drafts behind void features", BASELINE, "state[\"before\"] = before_BNF.gather(1, last)",
+           "state[\"before\"] = before_BNF[:, -1:]", DRAFTED),
+    Mutant("a baseline's drafts stand one place too early", BASELINE, "length_B1 + len(drafts)",
+           "length_B1 + len(drafts) - 1", DRAFTED),
     # target and config
     Mutant("tap off by one", GENERATE, "layers[tap].register", "layers[tap + 1].register",
            "test_model.py::test_features_are_hf_hidden_states"),
@@ -182,8 +199,8 @@ MUTANTS = [
            "return tuple(buffer[:, :, : self.bound - (self.bound > 40)]", "test_generate.py::test_greedy_equals_hf"),
     Mutant("batches: rejected drafts are seen", GENERATE, "device=ids_BT.device) > position_BT[..., None]",
            "device=ids_BT.device) > bound + position_BT[..., None]", BATCH),
-    Mutant("batches: the first token is the longest prompt's", GENERATE, "if min(map(len, prompts)) == longest:",
-           "if True:", BATCH),
+    Mutant("batches: the first token is the longest prompt's", GENERATE, "        if even:\n", "        if True:\n",
+           BATCH),
     Mutant("features of rejected drafts", MODEL, "torch.where(context_BT < length_B1, context_BT, cache.capacity - 1)",
            "context_BT + 0 * length_B1", DRAFTS),
     Mutant("features without the last verified token", MODEL, "torch.where(context_BT < length_B1,",

@@ -20,6 +20,7 @@ from transformers import Qwen3Config
 from data_prep.codec import Codec
 from data_prep.files import read_json, write_json
 from data_prep.store import CODEC
+from dflash.autoregressive import make_drafter
 from dflash.model import DFlashDraftModel
 from train.engine import MOMENTS
 
@@ -80,7 +81,7 @@ def load_drafter(path: Path, dtype: torch.dtype = torch.float32, folded: bool = 
     folded=False: its `fc` on what the cache's codec gives, as it was trained.
     """
     tensors, _ = load(path)
-    drafter = DFlashDraftModel(Qwen3Config.from_pretrained(path))
+    drafter = make_drafter(Qwen3Config.from_pretrained(path))
     weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(MOMENTS)}
     if (path / CODEC).exists():
         if folded:

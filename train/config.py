@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 from data_prep.config import CacheConfig, DataConfig
-from dflash.config import ModelConfig
+from dflash.config import DrafterConfig, Kind, ModelConfig
 from dflash.objective import Objective
 
 
@@ -183,6 +183,7 @@ class RunConfig:
     """A run. `model` has no default: `+model=NAME` adds one of configs/model/."""
 
     model: ModelConfig
+    drafter: DrafterConfig
     data: DataConfig
     cache: CacheConfig
     batch: BatchConfig
@@ -208,6 +209,11 @@ class RunConfig:
 
     def __post_init__(self):
         check_positive("", self)
+        if self.drafter.kind != Kind.dflash and (self.stage != Stage.train or self.engine.checkpoint):
+            raise ValueError(
+                f"drafter.kind: found {self.drafter.kind.value}, expected dflash for all but stage=train, and for"
+                " engine.checkpoint: a baseline is trained and compared (tests/bench/claim.py), no engine runs it"
+            )
         if self.optim.objective == Objective.distill and not self.cache.last:
             raise ValueError(
                 "cache.last: found false, expected true for optim.objective=distill: it needs those states"

@@ -86,6 +86,7 @@ def make_batch(rows: list[Row], anchors: list[torch.Tensor], model: ModelConfig)
         teacher_ND = torch.cat([row.last_TD for row in rows])[token_N - 1]
     return BlockBatch(
         features_TF=None if rows[0].features_TF is None else torch.cat([row.features_TF for row in rows]),
+        ids_T=ids_T,
         position_T=torch.cat([torch.arange(length) for length in lengths.tolist()]),
         blocks=blocks,
         weighted_N=weighted_N,
@@ -186,4 +187,5 @@ def to_device(batch: BlockBatch, device: torch.device, budgets: BatchConfig) -> 
 
     blocks = type(batch.blocks)(**{name: move(tensor) for name, tensor in vars(batch.blocks).items()})
     teacher_ND = None if batch.teacher_ND is None else move(batch.teacher_ND)
-    return BlockBatch(move(batch.features_TF), move(batch.position_T), blocks, move(batch.weighted_N), teacher_ND)
+    rest = (move(tensor) for tensor in (batch.features_TF, batch.ids_T, batch.position_T))
+    return BlockBatch(*rest, blocks, move(batch.weighted_N), teacher_ND)

@@ -119,6 +119,8 @@ def train_line(step: int, total: int, window: list[tuple], lr: float, norms: lis
 
 def useful_flops(drafter: DFlashDraftModel, now: Step) -> float:
     slots = now.num_anchors * drafter.block_size
+    if hasattr(drafter.config, "drafter_kind"):  # a baseline: the context, too, passes its layers
+        slots += now.num_tokens
     return step_flops(drafter.config, drafter.fc.in_features, now.num_tokens, slots, now.num_weighted, now.num_pairs)
 
 

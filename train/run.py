@@ -78,8 +78,8 @@ def train(config: RunConfig) -> None:
     from data_prep.config import CacheMode
     from data_prep.prepare import Preparation
     from data_prep.store import Online, Store
-    from dflash.config import Init
-    from dflash.model import DFlashDraftModel
+    from dflash.autoregressive import make_drafter
+    from dflash.config import Init, Kind
     from dflash.target import default_device, load_ends, start_from_target
     from train import launch
     from train.config import EngineKind
@@ -99,7 +99,9 @@ def train(config: RunConfig) -> None:
         else:
             store = Store(preparation.features_folder)
         torch.manual_seed(config.seed)
-        drafter = DFlashDraftModel(preparation.drafter)
+        if config.drafter.kind != Kind.dflash:
+            preparation.drafter.drafter_kind = config.drafter.kind.value
+        drafter = make_drafter(preparation.drafter)
         ends = load_ends(
             preparation.target,
             preparation.drafter,

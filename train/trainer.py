@@ -225,6 +225,7 @@ def refuse_other_run(config: RunConfig, training: dict, trainer: dict, path: Pat
     mine, saved = describe(config), trainer["config"]
     compared = {
         "model": (mine["model"], saved["model"]),
+        "drafter": (mine["drafter"], saved.get("drafter", mine["drafter"])),
         "data.heldout": (mine["data"]["heldout"], saved["data"]["heldout"]),
         "the weights of data.sources": tuple([s["weight"] for s in c["data"]["sources"]] for c in (mine, saved)),
         "optim.objective": (mine["optim"]["objective"], saved["optim"]["objective"]),

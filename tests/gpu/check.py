@@ -45,12 +45,11 @@ def bin_of(seed: int, features: int, shape: dict, tokens: int, anchors: int, doc
     blocks = make_blocks(ids, mask, bounds, chosen, shape["size"], 3, 7.0)
     position = torch.cat([torch.arange(int(n)) for n in bounds.diff()])
     features_TF = torch.randn(used, features, generator=g).to(dtype)
-    batch = padded(
-        BlockBatch(features_TF, position, blocks, blocks.weight_AS.flatten().nonzero()[:, 0]), tokens, anchors
-    )
+    weighted = blocks.weight_AS.flatten().nonzero()[:, 0]
+    batch = padded(BlockBatch(features_TF, ids, position, blocks, weighted), tokens, anchors)
     move = lambda t: t.to(DEVICE)  # noqa: E731
     moved = type(blocks)(**{name: move(tensor) for name, tensor in vars(batch.blocks).items()})
-    return BlockBatch(move(batch.features_TF), move(batch.position_T), moved, move(batch.weighted_N))
+    return BlockBatch(move(batch.features_TF), move(batch.ids_T), move(batch.position_T), moved, move(batch.weighted_N))
 
 
 def model_of(shape: dict, dtype) -> tuple[DFlashDraftModel, TargetEnds]:
