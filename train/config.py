@@ -151,7 +151,7 @@ class EvaluateConfig:
     every: int = 500  # steps between two measures on held-out rows
     rows: int = 32  # held-out rows of such a measure, at most
     sets: list[str] = field(default_factory=lambda: ["humaneval", "mt_bench"])  # others: train/sets.py, or a JSONL file
-    local: dict[str, str] = field(default_factory=dict)  # copies of public sets, by name: {gsm8k: /path}
+    local: dict[str, str] = field(default_factory=dict)  # copies of public sets: '+evaluate.local={gsm8k: /path}'
     prompts: int = 12  # conversations of each set, for speed; all their turns are asked
     max_new_tokens: int = 512  # of an answer
     temperature: float = 0.0  # of both sides; 0 is greedy. Identity is compared greedily always

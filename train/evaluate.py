@@ -115,18 +115,17 @@ def next_turn(tokenizer, data: DataConfig, stops, prompt: Prompt, answer: list[i
 
 @torch.no_grad()
 def looks_random(target, ids_BT: torch.Tensor) -> bool:
-    """Whether a prompt is no text: the mean log-probability of its last 1,024 tokens lies below that of a blind guess,
-    -log(vocabulary).
+    """Whether a prompt is hardly text: its last 1,024 tokens have a mean log-probability below -log(vocabulary) / 2.
 
-    Ids that are drawn blindly lie below it under any target, on average (Gibbs' inequality); text lies far above. A few
-    random ids in a long template are not found.
+    Ids that are drawn blindly have -log(vocabulary) or less under any target, on average (Gibbs' inequality), and text
+    a small part of it. The half leaves room for a template's own tokens.
     """
     ids_BT = ids_BT[:, -1024:]
     if ids_BT.shape[1] < 2:
         return False
     logits_TV = target(input_ids=ids_BT).logits[0, :-1].float()
     log_probs_T = logits_TV.gather(-1, ids_BT[0, 1:, None])[:, 0] - logits_TV.logsumexp(-1)
-    return float(log_probs_T.mean()) < -math.log(logits_TV.shape[-1])
+    return float(log_probs_T.mean()) < -math.log(logits_TV.shape[-1]) / 2
 
 
 def measure_speed(target, drafter, prompts: list, stops, config: EvaluateConfig, follow=None) -> list[PromptResult]:

@@ -107,9 +107,7 @@ def _raw(name: str, bench: Benchmark, cache_dir: Path, copy: str | None) -> list
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0].removeprefix("data.path: ").removesuffix("; name a local file")
         found = f"evaluate.local.{name}: {copy}" if copy else f"evaluate.sets: {name} ({bench.path})"
-        raise ValueError(
-            f"{found} cannot be had: {reason}; set evaluate.local.{name} to a local copy, or leave {name} out"
-        ) from None
+        raise ValueError(f"{found} cannot be had: {reason}; give a local copy by +evaluate.local.{name}=PATH") from None
 
 
 def _row(bench: Benchmark, name: str, number: int, raw: dict, where: str) -> dict:
