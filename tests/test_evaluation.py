@@ -169,7 +169,7 @@ def test_flags_and_settings_unlike_training_are_lines():
 
 
 def evaluation(accepted, draft_seconds, **settings):
-    """Of conversations a, b ...: what each step emitted, and seconds; each answer has 10 tokens, and takes 4 s alone."""
+    """Of conversations a, b ...: what each step emitted, and seconds; each answer has 10 tokens, 4 s alone."""
     per_prompt = [
         {"id": name, "turn": 1, "alone_tokens": 10, "alone_seconds": 4.0, "draft_tokens": 10, "loops": False,
          "draft_seconds": seconds, "accepted": taken, "time_shares": {}, "category": None, "prompt_tokens": 3,

@@ -272,11 +272,11 @@ def test_turns_of_a_conversation_are_drawn_together():
 
 def test_tau_by_context_by_hand():
     """A step's context: the prompt, the prefill's token and what was emitted before; 128 tokens are still up to 128."""
-    one = result([1, 3, 2, 4], prompt_tokens=126)  # contexts of 127, 128, 131 and 133 tokens
+    one = result([1, 3, 2, 4], prompt_tokens=127)  # contexts of 128, 129, 132 and 134 tokens
     other = result([2, 1], prompt_tokens=255)  # 256, 258
     assert summarise([one, other], 5)["tau_by_context"] == [
-        {"up_to": 128, "tau": 2.0, "verify_steps": 2},
-        {"up_to": 256, "tau": 8 / 3, "verify_steps": 3},
+        {"up_to": 128, "tau": 1.0, "verify_steps": 1},
+        {"up_to": 256, "tau": 11 / 4, "verify_steps": 4},
         {"up_to": 512, "tau": 1.0, "verify_steps": 1},
     ]
     (alone,) = summarise([result([3], prompt_tokens=5)], 5)["tau_by_context"]

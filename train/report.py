@@ -60,16 +60,16 @@ def _shares(r: dict) -> str:
 
 def flagged(sets: dict) -> list[str]:
     """A line for each thing that makes a set's figures worth less than they look."""
+    reasons = {
+        "random_looking": "look like random ids, not text",
+        "looping": "got an answer that loops",
+        "without_verification": "ended before anything was drafted",
+    }
     lines = []
     for name, r in sets.items():
-        found, of = r["flags"], f"of {r['turns']} prompts"
-        if found["random_looking"]:
-            lines.append(f"{name}: {found['random_looking']} {of} look like random ids, not text")
-        if found["looping"]:
-            lines.append(f"{name}: {found['looping']} {of} got an answer that loops")
-        if found["without_verification"]:
-            lines.append(f"{name}: {found['without_verification']} {of} ended before anything was drafted")
-        if found["no_draft_accepted"]:
+        found = {reason: r["flags"][flag] for flag, reason in reasons.items() if r["flags"][flag]}
+        lines += [f"{name}: {count} of {r['turns']} prompts {reason}" for reason, count in found.items()]
+        if r["flags"]["no_draft_accepted"]:
             lines.append(f"{name}: zero drafts accepted in {r['verify_steps']} verifications; stage=diagnose tells why")
     return lines
 

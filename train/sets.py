@@ -18,7 +18,7 @@ from data_prep.prompts import prompt_of, read_rows
 from data_prep.wheels import file_from_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."  # as in the paper's measurements
+STEPS = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."  # as z-lab asks
 
 
 class Benchmark(NamedTuple):
