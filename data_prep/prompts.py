@@ -22,7 +22,7 @@ def read_rows(config: DataConfig, report: Counter | None = None) -> Iterator[dic
     report = Counter() if report is None else report
     ids, prompts, several = set(), set(), len(config.sources) > 1
     for number, source in enumerate(config.sources):
-        for at, raw in enumerate(_open(source)):
+        for at, raw in enumerate(open_source(source)):
             if at == source.limit or report["conversations"] == config.limit:
                 break
             where = f"{source.path}, row {at + 1}"
@@ -111,7 +111,7 @@ def local_path(source: Source) -> Path:
     return path
 
 
-def _open(source: Source) -> Iterator[dict]:
+def open_source(source: Source) -> Iterator[dict]:
     path = local_path(source)
     if path.suffix in (".jsonl", ".json"):
         return iter(JsonLines(path))

@@ -2,7 +2,9 @@
 same prompts with the same drafter, sums done by hand, and repetition found by comparing strings.
 """
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import run_helpers as helpers
@@ -17,7 +19,8 @@ from dflash.objective import ChunkedCrossEntropy
 from train.config import EngineConfig, OptimConfig
 from train.data import Step
 from train.engine import TorchEngine
-from train.evaluate import PromptResult, heldout_measures, loops, summarise, walk
+from train.evaluate import heldout_measures, walk
+from train.figures import PromptResult, loops, summarise
 from train.log import train_line
 from train.trainer import SkipLimit, Sums, prefix_right
 
@@ -125,9 +128,12 @@ def test_heldout_measures_change_nothing_and_do_not_depend_on_budgets(trained):
     assert all(parameter.grad is None for parameter in trained.parameters())
 
 
+NUMBERS = itertools.count()
+
+
 def result(accepted, **changes):
     values = {"alone_tokens": 10, "alone_seconds": 2.0, "draft_tokens": 10, "draft_seconds": 1.0, "loops": False}
-    return PromptResult(**{"id": "x", "accepted": accepted, **values, **changes})
+    return PromptResult(**{"id": str(next(NUMBERS)), "accepted": accepted, **values, **changes})
 
 
 def test_acceptance_is_pooled_over_blocks_however_they_are_grouped():
@@ -249,6 +255,55 @@ def test_intervals_are_quantiles_of_draws_of_the_prompts():
     found = summarise([few, many], 4)
     assert found["tau"] == pytest.approx(38 / 17) and found["tau_interval"] == pytest.approx([1.0, 29 / 8])
     assert found["ratio"] == pytest.approx(2.0) and found["ratio_interval"] == pytest.approx([1.0, 3.0])
-    same = summarise([many] * 12, 4)
+    same = summarise([replace(many, id=str(i)) for i in range(12)], 4)
     assert same["tau_interval"] == pytest.approx([29 / 8] * 2) and same["ratio_interval"] == pytest.approx([3.0] * 2)
-    assert summarise([few, many] * 20, 4)["tau_interval"][0] > 1.2  # more prompts, a narrower interval
+    more = [replace(one, id=f"{one.id} {i}") for one in (few, many) for i in range(20)]
+    assert summarise(more, 4)["tau_interval"][0] > 1.2  # more prompts, a narrower interval
+
+
+def test_turns_of_a_conversation_are_drawn_together():
+    """The two conversations above, each in three turns: they are no surer than in one."""
+    few = [PromptResult("few", 10, 1.0, 10, 1.0, [1] * 3, False, turn=turn) for turn in (1, 2, 3)]
+    many = [PromptResult("many", 10, 1.0, 10, 1 / 3, [4, 4, 4], False, turn=turn) for turn in (1, 2, 3)]
+    found = summarise([*few, *many], 4)
+    assert (found["prompts"], found["turns"]) == (2, 6) and found["tau"] == 2.5
+    assert found["tau_interval"] == pytest.approx([1, 4]) and found["ratio_interval"] == pytest.approx([1, 3])
+
+
+def test_tau_by_context_by_hand():
+    """A step's context: the prompt, the prefill's token and what was emitted before; 128 tokens are still up to 128."""
+    one = result([1, 3, 2, 4], prompt_tokens=127)  # contexts of 128, 129, 132 and 134 tokens
+    other = result([2, 1], prompt_tokens=255)  # 256, 258
+    assert summarise([one, other], 5)["tau_by_context"] == [
+        {"up_to": 128, "tau": 1.0, "verify_steps": 1},
+        {"up_to": 256, "tau": 11 / 4, "verify_steps": 4},
+        {"up_to": 512, "tau": 1.0, "verify_steps": 1},
+    ]
+    (alone,) = summarise([result([3], prompt_tokens=5)], 5)["tau_by_context"]
+    assert alone == {"up_to": 128, "tau": 3.0, "verify_steps": 1}
+
+
+def test_tau_by_category_by_hand():
+    code, prose = result([4, 2, 3], category="code"), result([1], category="prose")
+    more, none = result([1], category="code"), result([3])
+    found = summarise([code, prose, more, none], 4)["tau_by_category"]
+    assert found == {"code": {"tau": 2.5, "verify_steps": 4}, "prose": {"tau": 1.0, "verify_steps": 1}}
+
+
+def test_times_are_pooled_by_time():
+    """1 s of 4 drafting and 3 of 6: 4 of 10 s. 20 tokens in 10 s are 500 ms each, 20 in 4 s 200 ms."""
+    one = result([2], draft_seconds=4.0, time_shares={"prefill": 0.25, "draft": 0.25, "verify": 0.5})
+    other = result([2], draft_seconds=6.0, time_shares={"prefill": 0.0, "draft": 0.5, "verify": 0.5})
+    found = summarise([one, other], 4)
+    assert found["time_shares"] == pytest.approx({"prefill": 0.1, "draft": 0.4, "verify": 0.5})
+    assert found["ms_per_token"] == pytest.approx(500) and found["ms_per_token_alone"] == pytest.approx(200)
+
+
+def test_what_is_no_measure_is_counted():
+    plain, random = result([2, 1]), result([1, 1], random=True)
+    empty, looped = result([]), result([1], loops=True)
+    flags = {"random_looking": 1, "looping": 1, "without_verification": 1, "no_draft_accepted": False}
+    assert summarise([plain, random, empty, looped], 4)["flags"] == flags
+    assert summarise([random, empty], 4)["flags"]["no_draft_accepted"]
+    nothing = summarise([empty], 4)
+    assert nothing["tau"] is None and not nothing["flags"]["no_draft_accepted"]

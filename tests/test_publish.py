@@ -149,6 +149,13 @@ def test_what_training_tells_names_no_place(folder):
     }
 
 
+def test_an_evaluation_tells_sets_by_name_and_not_where_they_lay(folder):
+    told = {"evaluate": {"sets": ["/scratch/me/own.jsonl"], "local": {"gsm8k": "/scratch/me/gsm8k"}}, "device": "H200"}
+    write_json(folder / "evaluation.json", told)
+    public = json.loads(module.contents_of(folder, REPO, None)["evaluation.json"])
+    assert public["evaluate"] == {"sets": ["own.jsonl"], "local": {"gsm8k": "gsm8k"}} and public["device"] == "H200"
+
+
 def test_what_was_published_can_be_published_again(folder, tmp_path):
     with StubHub(TOKEN) as hub:
         publish(folder, REPO, url=hub.url)

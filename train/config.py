@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from data_prep.config import CacheConfig, DataConfig
+from data_prep.config import CacheConfig, DataConfig, check_least
 from dflash.config import DrafterConfig, Kind, ModelConfig
 from dflash.objective import Objective
 
@@ -34,7 +34,7 @@ class Wandb(Enum):
 def check_positive(group: str, config) -> None:
     """Refuse counts below 1 among a dataclass's own fields."""
     for name, value in vars(config).items():
-        if type(value) is int and value < 1 and name not in ("seed", "zero_stage", "node_rank", "prefetch"):
+        if type(value) is int and value < 1 and name not in ("seed", "zero_stage", "node_rank", "prefetch", "top_k"):
             raise ValueError(f"{f'{group}.{name}'.lstrip('.')}: found {value}, expected 1 or more")
 
 
@@ -150,15 +150,24 @@ class EvaluateConfig:
 
     every: int = 500  # steps between two measures on held-out rows
     rows: int = 32  # held-out rows of such a measure, at most
-    sets: list[str] = field(default_factory=lambda: ["humaneval", "mt_bench"])  # also arithmetic, gsm_symbolic, JSONL
-    prompts: int = 12  # of each set, for speed
-    max_new_tokens: int = 512
+    sets: list[str] = field(default_factory=lambda: ["humaneval", "mt_bench"])  # others: train/sets.py, or a JSONL file
+    local: dict[str, str] = field(default_factory=dict)  # copies of public sets: '+evaluate.local={gsm8k: /path}'
+    prompts: int = 12  # conversations of each set, for speed; all their turns are asked
+    max_new_tokens: int = 512  # of an answer
+    temperature: float = 0.0  # of both sides; 0 is greedy. Identity is compared greedily always
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    seed: int = 0  # of sampled answers: a prompt's draws depend on it and on the prompt's id
+    sampled_proposals: bool = False  # let the drafter sample too, at a temperature
     identity_prompts: int = 4  # of each set, compared token for token in fp32
     identity_tokens: int = 48
     block_size: int | None = None  # at most the trained one, which is the default
 
     def __post_init__(self):
         check_positive("evaluate", self)
+        check_least("evaluate", self, temperature=0.0, top_k=0)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"evaluate.top_p: found {self.top_p}, expected a share above 0, at most 1")
 
 
 @dataclass

@@ -5,12 +5,17 @@ tokens emitted per verification, the bonus token counted. `tau_anchor` is teache
 every slot. Both are counted per block: sums are divided once.
 """
 
+import hashlib
+import json
+import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from data_prep.config import DataConfig
 from data_prep.prepare import Preparation
 from data_prep.regenerate import render
 from data_prep.store import Store
@@ -20,6 +25,7 @@ from dflash.model import TargetEnds
 from dflash.objective import block_loss
 from train.config import EvaluateConfig, RunConfig
 from train.data import make_batch, to_device
+from train.figures import PromptResult, loops, summarise
 from train.sets import load_set
 
 NEAR_TIE = 2e-4  # in fp32, two orders of summation move logits by up to about 1e-4
@@ -79,81 +85,88 @@ def walk(accepted: dict[int, int]) -> list[list[int]]:
     return walks
 
 
-@dataclass
-class PromptResult:
-    """One prompt, answered by the target alone and with the drafter."""
+class Prompt(NamedTuple):
+    """One turn of a conversation, rendered."""
 
-    id: str
-    alone_tokens: int
-    alone_seconds: float
-    draft_tokens: int
-    draft_seconds: float
-    accepted: list[int]
-    loops: bool
-    time_shares: dict = field(default_factory=dict)
+    id: str  # of the conversation
+    ids: list[int]
+    turn: int = 1
+    messages: list = []
+    row: dict = {}  # of the set
 
 
-def loops(tokens: list[int], repeats: int = 3) -> bool:
-    """Whether an answer ends in a phrase of up to 32 tokens said at least three times (and over 16 tokens)."""
-    for period in range(1, min(32, len(tokens) // repeats) + 1):
-        tail = tokens[-max(repeats * period, 17) :]
-        if len(tail) >= 17 and all(a == b for a, b in zip(tail, tail[period:])):
-            return True
-    return False
+def render_turn(tokenizer, data: DataConfig, row: dict, turn: int = 1, before: list | None = None) -> Prompt:
+    """The conversation of a set's row up to its turn number `turn`; before: the messages of the turns before."""
+    asked = row["turns"][turn - 1]
+    if isinstance(asked[0], int):  # ready ids
+        return Prompt(row["id"], asked, turn, [], row)
+    messages = [*(before or []), *asked]
+    return Prompt(row["id"], render(tokenizer, messages, data, row.get("tools")), turn, messages, row)
 
 
-def measure_speed(target, drafter, prompts: list[tuple[str, list[int]]], stops, config: EvaluateConfig) -> list:
-    """Answer each prompt alone and with the drafter, alternately, in the same loop. Greedy."""
+def next_turn(tokenizer, data: DataConfig, stops, prompt: Prompt, answer: list[int]) -> Prompt | None:
+    """The turn after `prompt`, or None behind the last. `answer` is what the target alone said to it: the same context
+    for both sides, whatever the drafter's side said (at a temperature, something else)."""
+    if prompt.turn >= len(prompt.row.get("turns", ())):
+        return None
+    said = {"role": "assistant", "content": tokenizer.decode([token for token in answer if token not in stops])}
+    return render_turn(tokenizer, data, prompt.row, prompt.turn + 1, [*prompt.messages, said])
+
+
+@torch.no_grad()
+def looks_random(target, ids_BT: torch.Tensor) -> bool:
+    """Whether a prompt is hardly text: its last 1,024 tokens have a mean log-probability below -log(vocabulary) / 2.
+
+    Ids that are drawn blindly have -log(vocabulary) or less under any target, on average (Gibbs' inequality), and text
+    a small part of it. The half leaves room for a template's own tokens.
+    """
+    ids_BT = ids_BT[:, -1024:]
+    if ids_BT.shape[1] < 2:
+        return False
+    logits_TV = target(input_ids=ids_BT).logits[0, :-1].float()
+    log_probs_T = logits_TV.gather(-1, ids_BT[0, 1:, None])[:, 0] - logits_TV.logsumexp(-1)
+    return float(log_probs_T.mean()) < -math.log(logits_TV.shape[-1]) / 2
+
+
+def measure_speed(target, drafter, prompts: list, stops, config: EvaluateConfig, follow=None) -> list[PromptResult]:
+    """Answer each prompt alone and with the drafter, alternately, in the same loop.
+
+    prompts: of Prompt, or (id, ids). follow(prompt, answer of the target alone) -> the next turn or None; it is put
+    into `prompts` behind its turn. At a temperature, both sides draw from generators of one seed.
+    """
     results = []
-    for number, (name, ids) in enumerate(prompts):
-        input_ids = torch.tensor([ids], device=target.device)
+    for number, prompt in enumerate(prompts):
+        prompt = Prompt(*prompt)
+        input_ids = torch.tensor([prompt.ids], device=target.device)
         runs = {}
         for used in (None, drafter) if number % 2 == 0 else (drafter, None):
             size = config.block_size if used is not None else None
             runs[used is not None] = generate(
-                target, input_ids, config.max_new_tokens, used, stop_token_ids=stops, block_size=size
-            )
+                target, input_ids, config.max_new_tokens, used, stop_token_ids=stops, block_size=size,
+                temperature=config.temperature, top_p=config.top_p, top_k=config.top_k,
+                sampled_proposals=config.sampled_proposals, generator=_generator(config, prompt, target.device),
+            )  # fmt: skip
         alone, fast = runs[False], runs[True]
         shares = {part: getattr(fast, f"{part}_seconds") / fast.seconds for part in ("prefill", "draft", "verify")}
         results.append(
             PromptResult(
-                name, len(alone.tokens), alone.seconds, len(fast.tokens), fast.seconds, fast.accepted,
-                loops(alone.tokens), shares,
+                prompt.id, len(alone.tokens), alone.seconds, len(fast.tokens), fast.seconds, fast.accepted,
+                loops(alone.tokens), shares, prompt.turn, prompt.row.get("category"), len(prompt.ids),
+                _sha256(prompt.ids), looks_random(target, input_ids),
             )
         )  # fmt: skip
+        if follow is not None and (following := follow(prompt, alone.tokens)) is not None:
+            prompts.insert(number + 1, following)
     return results
 
 
-def summarise(results: list[PromptResult], block_size: int, draws: int = 1000) -> dict:
-    """Pooled figures of a set: sums divided once; with 95 % intervals, from so many draws of the prompts."""
-    accepted = [n for result in results for n in result.accepted]
-    # Slot k was right when a step emitted more than k tokens; a step that a stop or the limit cut tells less.
-    slots = [sum(n > k for n in accepted) / max(len(accepted), 1) for k in range(1, block_size)]
-    sums_PN = torch.tensor([_sums(result) for result in results], dtype=torch.float64)
-    picked = torch.randint(len(results), (draws, len(results)), generator=torch.Generator().manual_seed(0))
-    drawn_DN = sums_PN[picked].sum(dim=1)
-    emitted, steps, alone, alone_seconds, fast, fast_seconds = sums_PN.sum(dim=0).tolist()
-    return {
-        "prompts": len(results),
-        "tau": emitted / steps if steps else None,
-        "tau_interval": _interval(drawn_DN[:, 0] / drawn_DN[:, 1].clamp(min=1)),
-        "verify_steps": len(accepted),
-        "slot_acceptance": slots,
-        "tokens_per_second_alone": alone / alone_seconds,
-        "tokens_per_second": fast / fast_seconds,
-        "ratio": (fast / fast_seconds) / (alone / alone_seconds),
-        "ratio_interval": _interval(drawn_DN[:, 4] / drawn_DN[:, 5] * drawn_DN[:, 3] / drawn_DN[:, 2]),
-        "looping": sum(r.loops for r in results) / len(results),
-    }
+def _generator(config: EvaluateConfig, prompt: Prompt, device) -> torch.Generator:
+    seed = int(_sha256([config.seed, prompt.id, prompt.turn])[:12], 16)
+    return torch.Generator(device).manual_seed(seed)
 
 
-def _sums(r: PromptResult) -> tuple:
-    """What of a prompt is added up."""
-    return sum(r.accepted), len(r.accepted), r.alone_tokens, r.alone_seconds, r.draft_tokens, r.draft_seconds
-
-
-def _interval(draws_D: torch.Tensor) -> list[float]:
-    return draws_D.quantile(torch.tensor([0.025, 0.975], dtype=draws_D.dtype)).tolist()
+def _sha256(value) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def compare_outputs(target, drafter, prompts, stops, config: EvaluateConfig) -> dict:
@@ -163,7 +176,7 @@ def compare_outputs(target, drafter, prompts, stops, config: EvaluateConfig) -> 
     is answered again in float64, where it must vanish.
     """
     counts = {"prompts": len(prompts), "identical": 0, "near_ties": 0, "different": 0}
-    for _, ids in prompts:
+    for _, ids, *_ in prompts:
         input_ids = torch.tensor([ids], device=target.device)
         both = [_answer(target, used, input_ids, stops, config) for used in (None, drafter)]
         if both[0].tokens == both[1].tokens:
@@ -190,37 +203,40 @@ def _gap_at_difference(target, input_ids, one: Generation, other: Generation) ->
     return float(best[0] - best[1])
 
 
-def evaluate(load_target, load_drafter, sets: dict[str, list], stops, config: EvaluateConfig) -> dict:
-    """Every set: speed in bf16, then identity in fp32. load_target(dtype), load_drafter(dtype) -> models."""
-    report, started = {}, time.perf_counter()
+def evaluate(load_target, load_drafter, sets: dict[str, list], stops, config: EvaluateConfig, follow=None) -> dict:
+    """Every set: speed in bf16, then identity in fp32, greedily. load_target(dtype), load_drafter(dtype) -> models.
+
+    follow: see measure_speed.
+    """
+    report, asked, started = {}, {name: list(prompts) for name, prompts in sets.items()}, time.perf_counter()
     target, drafter = load_target("bfloat16"), load_drafter(torch.bfloat16)
     size = config.block_size or drafter.block_size
     measure_speed(target, drafter, next(iter(sets.values()), [])[:2], stops, config)  # warms up; not counted
-    for name, prompts in sets.items():
-        speed = measure_speed(target, drafter, prompts, stops, config)
+    for name, prompts in asked.items():
+        speed = measure_speed(target, drafter, prompts, stops, config, follow)
         steady = [result for result in speed if not result.loops]
         report[name] = summarise(speed, size)
+        report[name]["prompts_sha256"] = _sha256([prompt.ids for prompt in prompts])
         report[name]["ratio_without_looping"] = summarise(steady, size)["ratio"] if steady else None
         report[name]["per_prompt"] = [asdict(result) for result in speed]
         print(f"evaluate: {name} done after {time.perf_counter() - started:.0f} s", flush=True)
     del target, drafter  # before the next pair is loaded
     target, drafter = load_target("float32"), load_drafter(torch.float32)
-    for name, prompts in sets.items():
+    for name, prompts in asked.items():
         report[name]["identity"] = compare_outputs(target, drafter, prompts[: config.identity_prompts], stops, config)
         print(f"evaluate: {name} identity {report[name]['identity']}", flush=True)
     return report
 
 
-def evaluation_prompts(config: RunConfig, preparation: Preparation) -> dict[str, list[tuple[str, list[int]]]]:
-    """The rendered prompts of every configured set, by its name. Raises ValueError for a set that cannot be had."""
+def evaluation_prompts(config: RunConfig, preparation: Preparation) -> dict[str, list[Prompt]]:
+    """The first turns of every configured set, by its name. Raises ValueError for a set that cannot be had."""
     size, trained = config.evaluate.block_size, config.model.block_size
     if size is not None and not 2 <= size <= trained:
         raise ValueError(f"evaluate.block_size: found {size}, expected 2..{trained}, the size of training")
     sets = {}
     for name in config.evaluate.sets:
-        rows = load_set(name, config.evaluate.prompts, config.cache.dir / "sets")
+        rows = load_set(name, config.evaluate.prompts, config.cache.dir / "sets", config.evaluate.local)
         if Path(name).stem in sets:
             raise ValueError(f"evaluate.sets: found two sets named {Path(name).stem}, expected different names")
-        prompts = [(row["id"], render(preparation.tokenizer, row["messages"], config.data)) for row in rows]
-        sets[Path(name).stem] = prompts
+        sets[Path(name).stem] = [render_turn(preparation.tokenizer, config.data, row) for row in rows]
     return sets

@@ -5,23 +5,30 @@ from pathlib import Path
 
 
 def plot_evaluation(report: dict, path: Path) -> None:
-    """tau and speed-up with their intervals, and slot acceptance, of each set, as one PNG."""
+    """Of each set: tau and speed-up with their intervals, slot acceptance, and where the time goes; as one PNG."""
     plt = _pyplot()
     names = list(report)
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    figure, ((left, right), (speed, time)) = plt.subplots(2, 2, figsize=(11, 7.4), constrained_layout=True)
     bars = left.bar(names, [report[name]["tau"] or 0 for name in names], color="#4c72b0", **_spread(report, "tau"))
     left.bar_label(bars, fmt="%.2f", label_type="center", color="white")
     left.set(title="tokens per verification (tau)", ylim=(1, None))
-    bars = middle.bar(names, [report[name]["ratio"] for name in names], color="#dd8452", **_spread(report, "ratio"))
-    middle.bar_label(bars, fmt="%.2f", label_type="center", color="white")
-    middle.axhline(1.0, color="grey", linewidth=1, linestyle="--")
-    middle.set(title="speed with drafter / target alone")
+    bars = speed.bar(names, [report[name]["ratio"] for name in names], color="#dd8452", **_spread(report, "ratio"))
+    speed.bar_label(bars, fmt="%.2f", label_type="center", color="white")
+    speed.axhline(1.0, color="grey", linewidth=1, linestyle="--")
+    speed.set(title="speed with drafter / target alone")
     for name in names:
         slots = report[name]["slot_acceptance"]
         right.plot(range(1, len(slots) + 1), slots, marker="o", label=name)
     right.set(title="share of blocks right up to slot", xlabel="slot", ylim=(0, 1))
-    right.legend()
-    for axis in (left, middle):
+    below = [0.0] * len(names)
+    for part, colour in (("prefill", "#8c8c8c"), ("draft", "#dd8452"), ("verify", "#4c72b0")):
+        shares = [report[name]["time_shares"][part] for name in names]
+        time.bar(names, shares, bottom=below, color=colour, label=part)
+        below = [low + share for low, share in zip(below, shares)]
+    time.set(title="share of the time with drafter", ylim=(0, 1))
+    for axis in (right, time):
+        axis.legend()
+    for axis in (left, speed, time):
         axis.tick_params(axis="x", labelrotation=15)
     figure.savefig(path, dpi=110)
     plt.close(figure)

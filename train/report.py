@@ -4,16 +4,19 @@ Every number of the card is taken from evaluation.json or dflash_training.json.
 """
 
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from data_prep.files import read_json, write_json, write_text
 from data_prep.prepare import Preparation, describe
+from data_prep.regenerate import template_arguments
 from dflash.model import DFlashDraftModel
 from dflash.target import default_device
 from train.config import RunConfig
-from train.evaluate import evaluate, evaluation_prompts
+from train.evaluate import evaluate, evaluation_prompts, next_turn
 from train.verify import TRAINING, is_speculators, read_training
 
 
@@ -21,25 +24,67 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def table(report: dict) -> str:
-    """The report as the one table that a user reads."""
+def table(sets: dict) -> str:
+    """The report as the tables that a user reads."""
     head = (
         f"{'set':14} {'prompts':>7} {'tau':>5} {'alone':>7} {'drafted':>8} {'ratio':>6} {'no loops':>8} {'looping':>8}"
     )
-    lines = [f"{head} {'identical (fp32)':>17}  slot acceptance"]
-    for name, r in report.items():
+    lines = [f"{head} {'identical (fp32)':>17} {'ms/token':>14} {'draft, verify':>13}  slot acceptance"]
+    for name, r in sets.items():
         same, steady = r["identity"], r["ratio_without_looping"]
         identical = f"{same['identical']}/{same['prompts']}" + (
             f" +{same['near_ties']} ties" if same["near_ties"] else ""
         )
+        per_token = f"{r['ms_per_token_alone']:.1f} > {r['ms_per_token']:.1f}"
         lines.append(
-            f"{name:14} {r['prompts']:>7} {_number(r['tau']):>5} {r['tokens_per_second_alone']:>7.1f}"
+            f"{name:14} {_prompts(r):>7} {_number(r['tau']):>5} {r['tokens_per_second_alone']:>7.1f}"
             f" {r['tokens_per_second']:>8.1f} {r['ratio']:>6.2f} {_number(steady):>8}"
-            f" {r['looping']:>8.0%} {identical:>17}  {' '.join(f'{p:.2f}' for p in r['slot_acceptance'])}"
+            f" {r['looping']:>8.0%} {identical:>17} {per_token:>14} {_shares(r):>13}"
+            f"  {' '.join(f'{p:.2f}' for p in r['slot_acceptance'])}"
         )
-    return "\n".join(
-        [*lines, "alone, drafted: tokens/s of the target alone and with the drafter, bf16, prefill included"]
-    )
+    lines.append("alone, drafted: tokens/s of the target alone and with the drafter, bf16, prefill included")
+    for name, r in sets.items():
+        kinds = {f"to {c['up_to']}": c for c in r["tau_by_context"]} | r["tau_by_category"]
+        parts = ", ".join(f"{kind}: {_number(c['tau'])} ({c['verify_steps']})" for kind, c in kinds.items())
+        lines.append(f"{name}: tau (verifications) by tokens of context, and category if any: {parts}")
+    return "\n".join(lines)
+
+
+def _prompts(r: dict) -> str:
+    return f"{r['prompts']}" + (f" ({r['turns']})" if r["turns"] > r["prompts"] else "")
+
+
+def _shares(r: dict) -> str:
+    return f"{r['time_shares']['draft']:.0%}, {r['time_shares']['verify']:.0%}"
+
+
+def flagged(sets: dict) -> list[str]:
+    """A line for each thing that makes a set's figures worth less than they look."""
+    reasons = {
+        "random_looking": "look like random ids, not text",
+        "looping": "got an answer that loops",
+        "without_verification": "ended before anything was drafted",
+    }
+    lines = []
+    for name, r in sets.items():
+        found = {reason: r["flags"][flag] for flag, reason in reasons.items() if r["flags"][flag]}
+        lines += [f"{name}: {count} of {r['turns']} prompts {reason}" for reason, count in found.items()]
+        if r["flags"]["no_draft_accepted"]:
+            lines.append(f"{name}: zero drafts accepted in {r['verify_steps']} verifications; stage=diagnose tells why")
+    return lines
+
+
+def unlike_training(config: RunConfig, trained: dict) -> list[str]:
+    """A line for each setting of the evaluation that is not that of the training; trained: its data config."""
+    then = SimpleNamespace(**vars(config.data) | trained)
+    pairs = {"template arguments (data.thinking)": (template_arguments(config.data), template_arguments(then))}
+    if trained.get("answers") == "target":
+        pairs["evaluate.temperature"] = (config.evaluate.temperature, trained.get("temperature"))
+    return [
+        f"{name}: found {now}, the training had {then}; the drafter did not learn such text"
+        for name, (now, then) in pairs.items()
+        if now != then
+    ]
 
 
 def device_name() -> str:
@@ -57,12 +102,9 @@ def evaluate_export(config: RunConfig, folder: Path) -> None:
             raise ValueError(f"model.{key}: found {found}, expected {training[key]} as in {folder}; use its own +model")
     path = folder / "evaluation.json"
     report = read_json(path) if path.exists() else None
-    if report is None or report["evaluate"] != describe(config.evaluate):
-        preparation = Preparation(config.model, config.data, config.cache)
-        sets = evaluation_prompts(config, preparation)
-        load_drafter = lambda dtype: DFlashDraftModel.from_pretrained(folder, dtype=dtype).to(default_device()).eval()  # noqa: E731
-        measured = evaluate(preparation.load_target, load_drafter, sets, preparation.stops, config.evaluate)
-        report = {"evaluate": describe(config.evaluate), "device": device_name(), "sets": measured}
+    known = {"evaluate": describe(config.evaluate), "template_arguments": template_arguments(config.data)}
+    if report is None or any(report.get(key) != value for key, value in known.items()):
+        report = known | measure(config, folder)
         write_json(path, report)
     plot_evaluation(report["sets"], folder / "evaluation.png")
     if (log := folder.parent / "log.jsonl").exists():
@@ -75,9 +117,35 @@ def evaluate_export(config: RunConfig, folder: Path) -> None:
                 shutil.copy(folder / name, other)
         write_card(other, report)
     print(table(report["sets"]))
+    for line in [*report["unlike_training"], *flagged(report["sets"])]:
+        print(f"evaluate: warning: {line}")
     different = {name: r["identity"]["different"] for name, r in report["sets"].items() if r["identity"]["different"]}
     if different:
         raise ValueError(f"evaluate: outputs with the drafter differ from the target's own in fp32: {different}")
+
+
+def measure(config: RunConfig, folder: Path) -> dict:
+    """The evaluation of an export, and what it was measured on."""
+    preparation = Preparation(config.model, config.data, config.cache)
+    sets, stops, settings = evaluation_prompts(config, preparation), preparation.stops, config.evaluate
+    load_drafter = lambda dtype: DFlashDraftModel.from_pretrained(folder, dtype=dtype).to(default_device()).eval()  # noqa: E731
+    follow = partial(next_turn, preparation.tokenizer, config.data, stops)
+    measured = evaluate(preparation.load_target, load_drafter, sets, stops, settings, follow)
+    recorded = {
+        "template_arguments": template_arguments(config.data),
+        "thinking": config.data.thinking,
+        "sampling": {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "seed")},
+        "sampled_proposals": settings.sampled_proposals,
+        "block_size": settings.block_size or config.model.block_size,
+        "max_new_tokens": settings.max_new_tokens,
+        "stop_ids": sorted(stops),
+    }
+    return {
+        "target": preparation.target_name(),
+        "device": device_name(),
+        "unlike_training": unlike_training(config, read_training(folder)["config"]["data"]),
+        "sets": {name: figures | {"settings": recorded} for name, figures in measured.items()},
+    }
 
 
 def write_card(folder: Path, report: dict) -> None:
@@ -96,6 +164,10 @@ def write_card(folder: Path, report: dict) -> None:
     blocks, rate = ways["batch"]["anchors_per_row"], f"peak learning rate {optim['lr']:g}"
     steps = f"{training['steps']} steps of {ways['batch']['rows_per_step']} rows, up to {blocks} blocks a row"
     curves = "\n![loss and tau over training](training.png)\n" if (folder / "training.png").exists() else ""
+    heat = evaluate_config["temperature"]
+    how = f"At temperature {heat:g}" if heat else "Greedy"
+    remarks = "".join(f"\n- {line}" for line in [*report["unlike_training"], *flagged(report["sets"])])
+    remarks += "\n" * bool(remarks)
     text = f"""---
 library_name: transformers
 base_model: {target_id}
@@ -122,16 +194,17 @@ It has no embedding and no head: both are the target's.
 
 ## Measured
 
-| set | prompts | tau | speed-up | tokens/s alone | with drafter | slot acceptance | identical (fp32) | looping |
-|---|---|---|---|---|---|---|---|---|
+| set | prompts | tau | speed-up | tokens/s alone | drafted | draft, verify | slot acceptance | identical | looping |
+|---|---|---|---|---|---|---|---|---|---|
 {_measured(report["sets"])}
 
-Greedy, {evaluate_config["max_new_tokens"]} new tokens a prompt, bf16, target alone and with drafter alternately in one
-run, prefill included, on {report["device"]}. *tau*: tokens a verification, the bonus token counted; in brackets 95 %
-intervals, from 1,000 draws of the prompts with replacement. *slot acceptance*: share of blocks whose first 1, 2, ...
-drafts were all right. *identical*: outputs equal token for token to the target's own, in fp32. *looping*: answers that
-end in a phrase said again and again, which are easy to draft.
-
+{how}, {evaluate_config["max_new_tokens"]} new tokens a prompt, bf16, target alone and with drafter alternately in one
+run, prefill included, on {report["device"]}. *prompts*: conversations, in brackets all their turns. *tau*: tokens a
+verification, the bonus token counted; in brackets 95 % intervals, from 1,000 draws of the conversations with
+replacement. *draft, verify*: shares of the time with drafter. *slot acceptance*: share of blocks whose first 1, 2, ...
+drafts were all right. *identical*: greedy outputs equal token for token to the target's own, in fp32. *looping*:
+answers that end in a phrase said again and again, which are easy to draft.
+{remarks}
 ![tau, speed and slot acceptance of each set](evaluation.png)
 {curves}
 ## Use
@@ -158,8 +231,8 @@ def _measured(sets: dict) -> str:
         return f"{_number(r[name])} ({low:.2f} to {high:.2f})"
 
     return "\n".join(
-        f"| {name} | {r['prompts']} | {with_interval(r, 'tau')} | {with_interval(r, 'ratio')}"
-        f" | {r['tokens_per_second_alone']:.1f} | {r['tokens_per_second']:.1f}"
+        f"| {name} | {_prompts(r)} | {with_interval(r, 'tau')} | {with_interval(r, 'ratio')}"
+        f" | {r['tokens_per_second_alone']:.1f} | {r['tokens_per_second']:.1f} | {_shares(r)}"
         f" | {' '.join(f'{p:.2f}' for p in r['slot_acceptance'])}"
         f" | {r['identity']['identical']}/{r['identity']['prompts']} | {r['looping']:.0%} |"
         for name, r in sets.items()
