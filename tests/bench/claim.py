@@ -1,0 +1,112 @@
+"""The method's claim: at equal acceptance length a block drafter is faster than one that drafts token by token.
+
+    python tests/bench/claim.py [steps] [prompts of each set]
+
+DFlash and the two baselines of dflash/autoregressive.py on the demo's target: one cache, equal optimiser steps and
+near-equal parameters; then the target alone and each drafter, the baselines at every draft length, on the same prompts,
+alternately, in one loop and run. What was measured: docs/comparison.md.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from data_prep.files import write_json  # noqa: E402
+from data_prep.prepare import Preparation  # noqa: E402
+from data_prep.run import load_config  # noqa: E402
+from dflash.generate import generate  # noqa: E402
+from train import checkpoint  # noqa: E402
+from train.config import RunConfig  # noqa: E402
+from train.evaluate import evaluation_prompts  # noqa: E402
+
+KINDS = ("dflash", "eagle3", "mtp")
+NEAREST = "arithmetic"  # the set on which every draft length is tried
+
+
+def measure(target, drafters: dict, prompts: list, stops, config, sizes: dict) -> dict:
+    """Sums over the prompts of each (kind, block size): tokens, seconds, drafts' seconds, emitted tokens, rounds."""
+    ways = [("alone", 1), *((kind, size) for kind in drafters for size in sizes[kind])]
+    sums = {way: torch.zeros(5, dtype=torch.float64) for way in ways}
+    for number, prompt in enumerate(prompts):
+        input_ids = torch.tensor([prompt.ids])
+        for kind, size in ways[number % len(ways) :] + ways[: number % len(ways)]:
+            drafter = drafters.get(kind)
+            options = {"block_size": size} if drafter is not None else {}
+            out = generate(target, input_ids, config.max_new_tokens, drafter, stop_token_ids=stops, **options)
+            parts = len(out.tokens), out.seconds, out.draft_seconds, sum(out.accepted), len(out.accepted)
+            sums[kind, size] += torch.tensor(parts, dtype=torch.float64)
+    return sums
+
+
+def figures(sums: dict) -> list[dict]:
+    """One line a way."""
+    tokens, seconds, *_ = sums["alone", 1].tolist()
+    alone, lines = tokens / seconds, []
+    for (kind, size), part in sums.items():
+        tokens, seconds, draft, emitted, rounds = part.tolist()
+        lines.append({
+            "drafter": kind, "drafts": size - 1, "tau": emitted / rounds, "tokens_per_second": tokens / seconds,
+            "ratio": tokens / seconds / alone, "draft_share": draft / seconds,
+            "draft_ms_a_round": 1000 * draft / rounds,
+        })  # fmt: skip
+    return lines
+
+
+def verdict(lines: list[dict]) -> list[str]:
+    """What the lines of one set say of the claim: drafting time at equal length, and speed at equal tau."""
+    block = next(line for line in lines if line["drafter"] == "dflash")
+    said = []
+    for kind in KINDS[1:]:
+        mine = [line for line in lines if line["drafter"] == kind]
+        longest = next(line for line in mine if line["drafts"] == block["drafts"])
+        times = longest["draft_ms_a_round"] / block["draft_ms_a_round"]
+        said.append(f"{kind}: {block['drafts']} drafts take {times:.2f} times as long as dflash's block")
+        near = min(mine, key=lambda line: abs(line["tau"] - block["tau"]))
+        off = near["tau"] / block["tau"] - 1
+        if abs(off) > 0.05:
+            said.append(f"{kind}: no draft length comes within 5 % of dflash's tau (nearest {off:+.0%}): not shown")
+        else:
+            said.append(
+                f"{kind}: at {near['drafts']} drafts its tau is dflash's {off:+.1%}, its ratio {near['ratio']:.2f}"
+                f" against {block['ratio']:.2f}"
+            )
+    return said
+
+
+def main(steps: str = "800", prompts: str = "12") -> None:
+    runs, common = ROOT / "runs/claim", ["+model=demo", f"cache.dir={ROOT}/.cache", f"evaluate.prompts={prompts}"]
+    drafters = {}
+    for kind in KINDS:
+        overrides = [f"name={kind}-{steps}", f"runs={runs}", f"drafter.kind={kind}", f"optim.steps={steps}"]
+        command = [sys.executable, "train/run.py", *common, "stage=train", *overrides, "evaluate.every=100000"]
+        subprocess.run(command, check=True, cwd=ROOT)
+        path = checkpoint.latest(runs / f"{kind}-{steps}/checkpoints")
+        drafters[kind] = checkpoint.load_drafter(path, torch.bfloat16)
+        count = sum(parameter.numel() for parameter in drafters[kind].parameters())
+        print(f"{kind}: {count / 1e6:.2f} million parameters, {steps} steps", flush=True)
+    config = load_config("train", RunConfig, common)
+    preparation = Preparation(config.model, config.data, config.cache)
+    sets, target = evaluation_prompts(config, preparation), preparation.load_target("bfloat16")
+    size, report = config.model.block_size, {}
+    measure(target, drafters, sets[NEAREST][:1], preparation.stops, config.evaluate, {kind: [size] for kind in KINDS})
+    for name, asked in sets.items():
+        lengths = range(2, size + 1) if name == NEAREST else [size]
+        sizes = {"dflash": [size], "eagle3": lengths, "mtp": lengths}
+        report[name] = figures(measure(target, drafters, asked, preparation.stops, config.evaluate, sizes))
+        print(f"{name}, {len(asked)} prompts")
+        for line in report[name]:
+            print("  " + "  ".join(f"{key} {v:.3g}" if isinstance(v, float) else f"{v}" for key, v in line.items()))
+        if name == NEAREST:
+            print("\n".join(verdict(report[name])), flush=True)
+    write_json(runs / f"claim-{steps}.json", report)
+    print(json.dumps({name: len(asked) for name, asked in sets.items()}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
