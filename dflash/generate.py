@@ -147,6 +147,26 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return logits.max(dim=-1).indices
 
 
+class Sampler:
+    """How tokens are taken from logits: greedily at temperature 0."""
+
+    def __init__(self, temperature: float, top_p: float, top_k: int, sampled_proposals: bool, generator):
+        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
+        self.sampled_proposals, self.generator = sampled_proposals, generator
+
+    def distribution(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """What the target's tokens are drawn from; None for greedy."""
+        return probabilities(logits, self.temperature, self.top_p, self.top_k) if self.temperature > 0 else None
+
+    def propose(self, logits: torch.Tensor) -> Proposal:
+        """A drafter's logits [B, n, V] -> its drafts."""
+        if self.temperature > 0 and self.sampled_proposals:
+            probs = self.distribution(logits)
+            ids = torch.multinomial(probs.flatten(0, 1), 1, generator=self.generator)
+            return Proposal(ids.view(probs.shape[:2]), probs)
+        return Proposal(likeliest(logits), None)
+
+
 def accept(proposal: Proposal, probs: torch.Tensor | None, logits: torch.Tensor, generator):
     """(tokens [B, n + 1], right [B]): the first right + 1 tokens are the accepted drafts and the bonus token.
 
@@ -212,6 +232,16 @@ class Answers:
             accepted, raw = ([list(x) for x in zip(*steps)]) or ([], [])
             results.append(Generation(row[:count], accepted, raw, **seconds))
         return results
+
+
+def checked_size(drafter, block_size: int | None) -> int:
+    """Slots of a block, the anchor counted; 1 without a drafter. Refuses what the drafter was not trained for."""
+    size = drafter.block_size if drafter is not None else 1
+    if block_size is not None and not (drafter is not None and 2 <= block_size <= size):
+        raise ValueError(
+            f"block_size: found {block_size}, expected 2..{size}, the size that the drafter was trained with"
+        )
+    return block_size or size
 
 
 def check_target(target, total_length: int) -> None:
@@ -324,13 +354,7 @@ def generate_batch(
     Raises ValueError for a block size that the drafter was not trained with, a target whose attention has windows,
     or takes no mask where one is needed, and more tokens than the target has positions.
     """
-    size = drafter.block_size if drafter is not None else 1
-    if block_size is not None and not (drafter is not None and 2 <= block_size <= size):
-        raise ValueError(
-            f"block_size: found {block_size}, expected 2..{size}, the size that the drafter was trained with"
-        )
-    size = block_size or size
-    longest = max(map(len, prompts))
+    size, longest = checked_size(drafter, block_size), max(map(len, prompts))
     check_target(target, longest + max_new_tokens + size)
     exact = len(prompts) == 1 and look_every == 1
     if not exact:
@@ -338,24 +362,13 @@ def generate_batch(
     capacity = longest + max_new_tokens + size + 1  # the last place is for what nobody shall see
     device = target.get_input_embeddings().weight.device
     watch, answers = Watch(device), Answers(prompts, max_new_tokens, size, stop_token_ids, device)
-
-    def distribution(logits):
-        return probabilities(logits, temperature, top_p, top_k) if temperature > 0 else None
-
-    def choose(logits) -> Proposal:
-        """logits [B, n, V] -> drafts"""
-        if temperature > 0 and sampled_proposals:
-            probs = distribution(logits)
-            ids = torch.multinomial(probs.flatten(0, 1), 1, generator=generator)
-            return Proposal(ids.view(probs.shape[:2]), probs)
-        return Proposal(likeliest(logits), None)
-
+    sampler = Sampler(temperature, top_p, top_k, sampled_proposals, generator)
     with tapped(target, drafter.taps if drafter is not None else ()) as states:
         run = Forward(target, capacity, exact)
         ids_BT = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts], device=device)
         logits = run.prefill(ids_BT, answers.length_B, min(map(len, prompts)) == longest)
         nothing = Proposal(answers.anchor_B.new_empty(len(prompts), 0), None)
-        answers.take(*accept(nothing, distribution(logits), logits, generator))
+        answers.take(*accept(nothing, sampler.distribution(logits), logits, generator))
         state = drafter.begin(target, capacity) if drafter is not None else None
         first_B = torch.zeros_like(answers.length_B)
         length, done = answers.look()
@@ -367,11 +380,11 @@ def generate_batch(
                 features_BTF = torch.cat(states[: len(drafter.taps)], dim=-1)
                 states.clear()
                 told = Round(answers.anchor_B, answers.length_B, features_BTF, first_B, ids_BT, bound, exact)
-                proposal = drafter.propose(state, told, size - 1, choose)
+                proposal = drafter.propose(state, told, size - 1, sampler.propose)
                 watch.mark("draft")
             first_B, ids_BT = answers.length_B, torch.cat((answers.anchor_B[:, None], proposal.ids), dim=1)
             logits = run(ids_BT, first_B, bound)
-            answers.take(*accept(proposal, distribution(logits), logits, generator))
+            answers.take(*accept(proposal, sampler.distribution(logits), logits, generator))
             length, done = answers.look() if len(answers.steps) % look_every == 0 else (length + size, False)
             watch.mark("verify")
     return answers.tell(watch.seconds())
