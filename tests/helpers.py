@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import torch
 import transformers
 
+from dflash.autoregressive import make_drafter
 from dflash.blocks import make_blocks
 from dflash.config import ModelConfig, drafter_config
 from dflash.generate import Proposal, Round
-from dflash.model import DFlashDraftModel
 from dflash.objective import BlockBatch, block_loss
 
 MASK = 1  # the mask token of the tiny drafters
@@ -44,12 +44,14 @@ def tiny_target(kind="Llama", seed=0, **changes):
     return perturb(getattr(transformers, kind + "ForCausalLM")(config), seed).eval().requires_grad_(False)
 
 
-def tiny_drafter(target, seed=0, block_size=8, num_layers=2, taps=(0, 2, 4), mask_token_id=MASK):
+def tiny_drafter(target, seed=0, block_size=8, num_layers=2, taps=(0, 2, 4), mask_token_id=MASK, kind="dflash"):
     torch.manual_seed(seed + 100)
     model = ModelConfig(
         "tiny", block_size=block_size, num_layers=num_layers, taps=list(taps), mask_token_id=mask_token_id
     )
-    return perturb(DFlashDraftModel(drafter_config(target.config, model)), seed).eval()
+    config = drafter_config(target.config, model)
+    config.drafter_kind = kind
+    return perturb(make_drafter(config), seed).eval()
 
 
 def greedy(target, ids, max_new_tokens, stop=None):

@@ -3,7 +3,7 @@ without caches; training's unrolled steps and serving's drafts must equal it. Th
 
 import pytest
 import torch
-from helpers import eligible, greedy, pack, perturb, random_rows, tiny_target
+from helpers import eligible, greedy, pack, random_rows, tiny_drafter, tiny_target
 from transformers import Qwen3Config, Qwen3Model
 
 from dflash.autoregressive import AutoregressiveDrafter, make_drafter
@@ -21,12 +21,8 @@ def target():
     return tiny_target("Llama", seed=1).double()
 
 
-def baseline(target, kind, seed=0, layers=2):
-    torch.manual_seed(seed)
-    model = ModelConfig("tiny", block_size=S, num_layers=layers, taps=TAPS, mask_token_id=1)
-    config = drafter_config(target.config, model)
-    config.drafter_kind = kind
-    return perturb(make_drafter(config), seed).double().eval()
+def baseline(target, kind, layers=2):
+    return tiny_drafter(target, block_size=S, num_layers=layers, taps=TAPS, kind=kind).double()
 
 
 def reference(drafter, target, ids, features_TF, anchor):

@@ -476,12 +476,13 @@ def test_residual_by_hand(monkeypatch):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_sampling_through_the_whole_loop(sampled):
-    """Answers with a real drafter, many at once: tokens 2 and 3 against the target's distributions over 6,000 runs."""
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "mtp"])
+def test_sampling_through_the_whole_loop(kind, sampled):
+    """6,000 answers with each kind of drafter, many at once: tokens 2 and 3 against the target's distributions."""
     target = tiny_target(
         "Llama", seed=5, vocab_size=6, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2
     )
-    drafter = tiny_drafter(target, taps=(0, 1), num_layers=1, block_size=3)
+    drafter = tiny_drafter(target, taps=(0, 1), num_layers=1, block_size=3, kind=kind)
     prompt, runs = [2, 3, 4], 6000
     generator = torch.Generator().manual_seed(6)
     options = {"temperature": 1.5, "top_p": 0.9, "sampled_proposals": sampled, "generator": generator}
