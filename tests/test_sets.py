@@ -4,6 +4,7 @@ References: rows with the columns that the sets' cards on the Hub name, and the 
 
 import json
 import re
+from itertools import pairwise
 
 import datasets
 import pytest
@@ -130,7 +131,10 @@ def test_packages_carry_two_sets():
     assert {len(row["turns"]) for row in rows} == {2} and len({row["category"] for row in rows}) == 8
     assert rows[0]["id"] == "mt_bench-81" and asked(rows[0])[1][0].startswith("Rewrite your previous response.")
     assert len(load_set("humaneval", 164, cache)) == 164
-    assert [row["id"] for row in load_set("humaneval", 3, cache)] == ["humaneval-0", "humaneval-54", "humaneval-109"]
+    drawn = [row["id"] for row in load_set("humaneval", 30, cache)]
+    assert drawn == [row["id"] for row in load_set("humaneval", 30, cache)] and len(set(drawn)) == 30
+    steps = [int(b.split("-")[1]) - int(a.split("-")[1]) for a, b in pairwise(drawn)]
+    assert min(steps) == 1 and max(steps) > 10, "every n-th would fall in step with what goes round"
     assert len(load_set("arithmetic", 5, cache)) == 5
 
 
