@@ -5,7 +5,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
 export TOKENIZERS_PARALLELISM := false
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup demo test test-long test-serve mutants bench check format
+.PHONY: help setup demo test test-long test-serve mutants bench ablations check format
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -59,6 +59,9 @@ bench: setup .venv/zlab demo  ## both sides of every speed claim, and their rati
 	$(BIN)/python tests/bench/step.py
 	$(BIN)/python tests/bench/capture.py
 	$(BIN)/python tests/bench/zlab.py
+
+ablations: setup  ## the paper's questions on the demo's target, a short run each: about 30 minutes
+	$(BIN)/python tests/bench/ablations.py
 
 check: setup  ## format, lint
 	$(BIN)/ruff format --check .

@@ -92,6 +92,8 @@ def _saved(overrides: list[str]) -> dict | None:
 def _unknown_key(schema: type, overrides: list[str]) -> str | None:
     """One line for the first override whose key the schema does not have, with the nearest one."""
     for key in (override.lstrip("+~").split("=")[0] for override in overrides):
+        if (ROOT / "configs" / key).is_dir():  # a group of files, not a key
+            continue
         known = schema
         for part in key.split("."):
             if get_origin(known) is dict:  # free: passed on to a library

@@ -41,16 +41,18 @@ class Init(Enum):
 
 
 class Kind(Enum):
-    """How a drafter drafts."""
+    """How a drafter drafts; all but the first are baselines (dflash/baselines.py)."""
 
-    dflash = "dflash"  # a block in one forward
-    eagle3 = "eagle3"  # a baseline: one token a forward, from the target's taps
+    dflash = "dflash"  # a block in one forward, the target's states injected as keys and values
+    fused = "fused"  # a block in one forward, the states fused with the tokens at the input
+    tokens = "tokens"  # likewise, without the states
+    eagle3 = "eagle3"  # one token a forward, from the target's taps
     mtp = "mtp"  # likewise, from the highest tap alone
 
 
 @dataclass
 class DrafterConfig:
-    """Baselines to compare with; dflash/autoregressive.py."""
+    """What is trained; baselines are there to compare with."""
 
     kind: Kind = Kind.dflash
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 import transformers
 
-from dflash.autoregressive import make_drafter
+from dflash.baselines import make_drafter
 from dflash.blocks import make_blocks
 from dflash.config import ModelConfig, drafter_config
 from dflash.generate import Proposal, Round

@@ -43,9 +43,9 @@ SEES = "test_generate.py::test_the_drafter_sees_all_verified_text"
 BATCH = "test_generate.py::test_batched_equals_single"
 DRAFTS = "test_generate.py::test_a_batch_is_drafted_as_single_runs_are"
 
-BASELINE = "dflash/autoregressive.py"
-UNROLLED = "test_autoregressive.py::test_unrolled_training_is_the_reference"
-DRAFTED = "test_autoregressive.py::test_serving_is_the_reference"
+BASELINE = "dflash/baselines.py"
+UNROLLED = "test_baselines.py::test_unrolled_training_is_the_reference"
+DRAFTED = "test_baselines.py::test_serving_is_the_reference"
 
 DATA, ENGINE, TRAINER, EVALUATE, EXPORT, CHECKPOINT, VERIFY, DIAGNOSE, PUBLISH = (
     f"train/{n}.py"

@@ -16,7 +16,8 @@ from data_prep.regenerate import render
 from dflash.flops import step_flops
 from dflash.generate import generate
 from dflash.objective import ChunkedCrossEntropy
-from train.config import EngineConfig, OptimConfig
+from train import evaluate
+from train.config import EngineConfig, EvaluateConfig, OptimConfig
 from train.data import Step
 from train.engine import TorchEngine
 from train.evaluate import heldout_measures, walk
@@ -85,6 +86,32 @@ def test_heldout_tau_equals_tau_of_serving(trained):
     assert measured["verify_steps"] == len(accepted) and measured["rows"] == len(rows)
     assert math.isclose(measured["tau"], sum(accepted) / len(accepted), rel_tol=1e-9)
     assert 1.15 < measured["tau"] < 4, "a drafter that gets nothing right would not tell these apart"
+
+
+def test_the_evaluators_tau_is_what_the_targets_forwards_say(trained, monkeypatch):
+    """Ten real prompts: behind the prefill, tokens that came out over the target's forwards, counted outside."""
+    config, store, prepared = helpers.tiny_run()
+    by_id = {row["id"]: row["messages"] for row in prepared.rows[0]}
+    prompts = [(i, render(prepared.tokenizer, by_id[store.row(i).id], config.data)) for i in range(10)]
+    forwards, tokens, made = [], [], evaluate.generate
+
+    def counted(target, *arguments, **options):
+        before = len(forwards)
+        result = made(target, *arguments, **options)
+        if arguments[2] is not None:
+            tokens.append((len(result.tokens) - 1, len(forwards) - before - 1))
+        return result
+
+    monkeypatch.setattr(evaluate, "generate", counted)
+    handle = helpers.target().register_forward_hook(lambda module, inputs, output: forwards.append(1))
+    results = evaluate.measure_speed(
+        helpers.target(), trained, prompts, prepared.stops, EvaluateConfig(max_new_tokens=40)
+    )
+    handle.remove()
+    emitted, steps = map(sum, zip(*tokens))
+    report = summarise(results, trained.block_size)
+    assert len(tokens) == 10 and report["tau"] == emitted / steps and report["verify_steps"] == steps
+    assert 1.15 < report["tau"] < 4
 
 
 def test_heldout_slots_equal_a_count_over_whole_blocks(trained):

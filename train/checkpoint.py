@@ -20,7 +20,7 @@ from transformers import Qwen3Config
 from data_prep.codec import Codec
 from data_prep.files import read_json, write_json
 from data_prep.store import CODEC
-from dflash.autoregressive import make_drafter
+from dflash.baselines import make_drafter
 from dflash.model import DFlashDraftModel
 from train.engine import MOMENTS
 

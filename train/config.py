@@ -19,6 +19,13 @@ class Stage(Enum):
     push = "push"
 
 
+class Anchors(Enum):
+    """Which eligible tokens blocks start at."""
+
+    random = "random"  # drawn anew each epoch
+    fixed = "fixed"  # every S-th, so that an answer is cut into blocks as in block diffusion (an ablation)
+
+
 class EngineKind(Enum):
     auto = "auto"  # torch for one process, deepspeed for several
     torch = "torch"
@@ -43,6 +50,7 @@ class BatchConfig:
     """A step's rows, and how they are packed. Budgets change speed and memory, never the gradient."""
 
     rows_per_step: int = 64  # rows of one optimiser step, over all ranks
+    anchors: Anchors = Anchors.random
     anchors_per_row: int = 512  # blocks of one row and epoch, at most
     bin_tokens: int = 8192  # context tokens of one micro-batch, at most
     bin_anchors: int = 1024  # blocks of one micro-batch, at most

@@ -18,7 +18,7 @@ from data_prep.store import Row, Store
 from dflash.blocks import Blocks, eligible_anchors, make_blocks, sample_anchors
 from dflash.config import ModelConfig
 from dflash.objective import BlockBatch, Objective, padded
-from train.config import BatchConfig
+from train.config import Anchors, BatchConfig
 
 
 @dataclass
@@ -130,19 +130,21 @@ class Steps:
         """Steps of an epoch; the last one may have fewer rows."""
         return -(-len(self.order(0)) // self.batch.rows_per_step)
 
+    def _anchors(self, row: Row, epoch: int, occurrence: int) -> torch.Tensor:
+        """Where the blocks of a row start: indices into it."""
+        count = self.batch.anchors_per_row
+        if self.batch.anchors == Anchors.fixed:
+            return eligible_anchors(row.loss_mask_T)[:: self.model.block_size][:count]
+        named = {"epoch": epoch, "row_id": row.id, "occurrence": occurrence}
+        return sample_anchors(row.loss_mask_T, count, seed=self.seed, **named)
+
     def __getitem__(self, step: int) -> Step:
         epoch, within = divmod(step, self.per_epoch())
         count = self.batch.rows_per_step
         items = self.order(epoch)[within * count : (within + 1) * count]
         indices = [row for row, _ in items]
         rows = [self.store.row(i, features=False) for i in indices]
-        anchors = [
-            sample_anchors(
-                row.loss_mask_T, self.batch.anchors_per_row, seed=self.seed, epoch=epoch, row_id=row.id,
-                occurrence=occurrence,
-            )
-            for row, (_, occurrence) in zip(rows, items)
-        ]  # fmt: skip
+        anchors = [self._anchors(row, epoch, occurrence) for row, (_, occurrence) in zip(rows, items)]
         lengths = [len(row.ids_T) for row in rows]
         bins = pack(lengths, [len(chosen) for chosen in anchors], self.batch.bin_tokens, self.batch.bin_anchors)
         weight, weighted, pairs, batches = 0.0, 0, 0, []

@@ -49,6 +49,20 @@ def plot_training(log: Path, path: Path) -> None:
     plt.close(figure)
 
 
+def plot_ablations(found: dict[str, list[dict]], path: Path) -> None:
+    """Held-out tau of each kind of run; dots are seeds."""
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(9, 3.6), constrained_layout=True)
+    for place, measured in enumerate(found.values()):
+        taus = [m["tau"] for m in measured]
+        axis.bar(place, sum(taus) / len(taus), color="#4c72b0")
+        axis.plot([place] * len(taus), taus, "o", color="#dd8452")
+    axis.set_xticks(range(len(found)), list(found))
+    axis.set(title="tokens per verification (tau) on held-out rows", ylim=(1, None))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def _pyplot():
     import matplotlib
 

@@ -78,7 +78,7 @@ def train(config: RunConfig) -> None:
     from data_prep.config import CacheMode
     from data_prep.prepare import Preparation
     from data_prep.store import Online, Store
-    from dflash.autoregressive import make_drafter
+    from dflash.baselines import make_drafter
     from dflash.config import Init, Kind
     from dflash.target import default_device, load_ends, start_from_target
     from train import launch

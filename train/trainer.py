@@ -231,6 +231,7 @@ def refuse_other_run(config: RunConfig, training: dict, trainer: dict, path: Pat
         "optim.objective": (mine["optim"]["objective"], saved["optim"]["objective"]),
         "the features' recipe": (training["features"], trainer["training"]["features"]),
         "batch.rows_per_step": (mine["batch"]["rows_per_step"], saved["batch"]["rows_per_step"]),
+        "batch.anchors": (mine["batch"]["anchors"], saved["batch"].get("anchors", "random")),
         "batch.anchors_per_row": (mine["batch"]["anchors_per_row"], saved["batch"]["anchors_per_row"]),
         "seed": (mine["seed"], saved["seed"]),
     }

@@ -2,7 +2,7 @@
 
     python tests/bench/claim.py [steps] [prompts of each set]
 
-DFlash and the two baselines of dflash/autoregressive.py on the demo's target: one cache, equal optimiser steps and
+DFlash and the two baselines of dflash/baselines.py on the demo's target: one cache, equal optimiser steps and
 near-equal parameters; then the target alone and each drafter, the baselines at every draft length, on the same prompts,
 alternately, in one loop and run. What was measured: docs/comparison.md.
 """

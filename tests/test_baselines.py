@@ -3,17 +3,17 @@ without caches; training's unrolled steps and serving's drafts must equal it. Th
 
 import pytest
 import torch
-from helpers import eligible, greedy, pack, random_rows, tiny_drafter, tiny_target
+from helpers import MASK, eligible, greedy, pack, random_rows, tiny_drafter, tiny_target
 from transformers import Qwen3Config, Qwen3Model
 
-from dflash.autoregressive import AutoregressiveDrafter, make_drafter
+from dflash.baselines import AutoregressiveDrafter, FusedDrafter, make_drafter
 from dflash.config import ModelConfig, drafter_config
 from dflash.generate import Proposal, Round, generate_batch
 from dflash.model import DFlashDraftModel, TargetEnds
 from dflash.objective import block_loss
 
 S, TAPS = 5, [0, 2, 4]
-KINDS = ["eagle3", "mtp"]
+KINDS = ["eagle3", "mtp", "fused", "tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -27,24 +27,35 @@ def baseline(target, kind, layers=2):
 
 def reference(drafter, target, ids, features_TF, anchor):
     """Logits [S - 1, V] of the drafts behind an anchor, tokens forced: each from the whole text so far."""
+    kind = drafter.config.drafter_kind
     config = Qwen3Config(**{**drafter.config.to_dict(), "num_hidden_layers": len(drafter.layers), "is_causal": True})
     config._attn_implementation = "eager"
     plain = Qwen3Model(config).double().eval()
     plain.layers.load_state_dict(drafter.layers.state_dict(), strict=True)
     plain.norm = torch.nn.Identity()
     norm = lambda x, layer: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + layer.eps) * layer.weight  # noqa: E731
-    table = target.get_input_embeddings().weight
-    size = drafter.fc.in_features
-    states = [torch.zeros(size, dtype=torch.double), *features_TF[:anchor, -size:]]
-    read = [drafter.fc.weight @ state for state in states]  # goes with tokens 0 .. anchor
-    logits = []
-    for step in range(S - 1):
-        embeds = norm(table[ids[: anchor + step + 1]], drafter.embed_norm)
-        both = torch.cat((embeds, norm(torch.stack(read), drafter.hidden_norm)), dim=-1)
-        hidden = plain(inputs_embeds=(both @ drafter.merge.weight.T)[None], use_cache=False).last_hidden_state[0, -1]
-        read.append(hidden)
-        logits.append(norm(hidden, drafter.norm) @ target.lm_head.weight.T)
-    return torch.stack(logits)
+    table, size = target.get_input_embeddings().weight, drafter.fc.in_features
+    states = torch.stack([torch.zeros(size, dtype=torch.double), *features_TF[:anchor, -size:]])
+    read = list(states @ drafter.fc.weight.T * (kind != "tokens"))  # goes with tokens 0 .. anchor
+
+    def through(tokens, mask=None):
+        both = torch.cat(
+            (norm(table[tokens], drafter.embed_norm), norm(torch.stack(read), drafter.hidden_norm)), dim=-1
+        )
+        embeds = (both @ drafter.merge.weight.T)[None]
+        return plain(inputs_embeds=embeds, attention_mask=mask, use_cache=False).last_hidden_state[0]
+
+    hidden = []
+    if kind in ("fused", "tokens"):
+        read += [torch.zeros_like(read[0])] * (S - 1)
+        hidden_from = torch.ones(len(read), len(read)).triu(1)
+        hidden_from[anchor + 1 :] = 0.0  # slots see the whole block
+        mask = (hidden_from.double() * torch.finfo(torch.double).min)[None, None]
+        hidden = through(torch.cat((ids[: anchor + 1], torch.full((S - 1,), MASK))), mask)[anchor + 1 :]
+    for step in range(S - 1) if not len(hidden) else ():
+        hidden.append(through(ids[: anchor + step + 1])[-1])
+        read.append(hidden[-1])
+    return norm(torch.stack(list(hidden)), drafter.norm) @ target.lm_head.weight.T
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +74,7 @@ def test_unrolled_training_is_the_reference(target, rows, kind):
     for (ids, _, features_TF), local in zip(rows, anchors):
         for anchor in local:
             expected = reference(drafter, target, ids, features_TF, anchor)
-            known = min(S - 1, len(ids) - anchor)  # tokens behind the document's end cannot be forced
+            known = min(S - 1, len(ids) - anchor) if kind in ("eagle3", "mtp") else S - 1  # what can be forced
             assert (next(found)[1 : known + 1] - expected[:known]).abs().max() < 1e-5
 
 
@@ -85,9 +96,9 @@ def test_serving_is_the_reference(target, rows, kind):
         seen = []
 
         def choose(logits, at=tuple(at), seen=seen):
-            seen.append(logits[:, 0])
-            forced = torch.tensor([[int(ids[a + len(seen)])] for (ids, *_), a in zip(texts, at)])
-            return Proposal(forced, None)
+            seen.extend(logits.unbind(1))
+            drafted = slice(1 + len(seen) - logits.shape[1], 1 + len(seen))
+            return Proposal(torch.stack([ids[a:][drafted] for (ids, *_), a in zip(texts, at)]), None)
 
         anchor_B = torch.tensor([int(ids[a]) for (ids, *_), a in zip(texts, at)])
         features_BTF = torch.stack(pieces)[..., -drafter.fc.in_features :]  # the loop gives a drafter its own taps
@@ -146,5 +157,6 @@ def test_kinds():
     eagle, mtp = baseline(target, "eagle3"), baseline(target, "mtp")
     assert isinstance(eagle, AutoregressiveDrafter) and eagle.taps == TAPS and eagle.fc.in_features == 3 * 48
     assert mtp.taps == TAPS[-1:] and mtp.fc.in_features == 48
+    assert isinstance(baseline(target, "fused"), FusedDrafter) and baseline(target, "fused").fc.in_features == 3 * 48
     model = ModelConfig("tiny", block_size=S, num_layers=1, taps=TAPS, mask_token_id=1)
     assert type(make_drafter(drafter_config(target.config, model))) is DFlashDraftModel
