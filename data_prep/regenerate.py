@@ -150,7 +150,7 @@ def _how(config: DataConfig, target_name: str) -> dict:
     sampled = {"top_p": config.top_p, "top_k": config.top_k, "seed": config.seed} if config.temperature else {}
     return {
         "target": target_name,
-        "by": [_version(url) for url in config.server]
+        "by": [server_version(url) for url in config.server]
         or f"transformers in {config.dtype}, batches of {config.batch_size}",
         "temperature": config.temperature,
         "thinking": config.thinking,
@@ -159,7 +159,7 @@ def _how(config: DataConfig, target_name: str) -> dict:
     }
 
 
-def _version(url: str) -> str:
+def server_version(url: str) -> str:
     """The version that a server gives at its root (vLLM /version, SGLang /get_server_info)."""
     import httpx
 
@@ -217,28 +217,14 @@ def _from_servers(rows: Iterable[dict], done, config: DataConfig, tokenizer, sto
     """Yield (row, answer), or (row, why there is none), as servers give them."""
     import httpx
 
+    def read(reply: dict) -> dict:
+        return served(reply["choices"][0], tokenizer, stops)
+
     def ask(number: int, row: dict):
-        body = {
-            "model": name, "prompt": render(tokenizer, prompt_of(row), config, row.get("tools")),
-            "max_tokens": config.max_new_tokens, "temperature": config.temperature, "stop_token_ids": sorted(stops),
-            "skip_special_tokens": False, "return_token_ids": True,
-        }  # fmt: skip
-        if config.temperature:
-            body |= {"top_p": config.top_p, "seed": int(digest([config.seed, row["id"]]), 16) % 2**31}
-            body |= {"top_k": config.top_k} if config.top_k else {}
-        for attempt in range(TRIES):
-            url = config.server[(number + attempt) % len(config.server)].rstrip("/")
-            try:
-                reply = client.post(f"{url}/completions", json=body)
-                if 400 <= reply.status_code < 500 and reply.status_code != 429:  # asking again would not help
-                    return row, f"{url} refused row {row['id']}: {reply.text.strip()[:200]}"
-                reply.raise_for_status()
-                return row, _served(reply.json()["choices"][0], tokenizer, stops)
-            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-                reason = f"{url} failed on row {row['id']}: {(str(error) or type(error).__name__).splitlines()[0]}"
-                if attempt < TRIES - 1:
-                    time.sleep(2**attempt)
-        return row, reason
+        prompt, seed = render(tokenizer, prompt_of(row), config, row.get("tools")), digest([config.seed, row["id"]])
+        body, at = completion_body(name, prompt, config, stops, int(seed, 16)), number % len(config.server)
+        answer = complete(client, [*config.server[at:], *config.server[:at]], body, read)
+        return row, f"row {row['id']}: {answer}" if isinstance(answer, str) else answer
 
     workers = config.concurrency * len(config.server)
     todo = ((number, row) for number, row in enumerate(rows) if row["id"] not in done)
@@ -252,7 +238,38 @@ def _from_servers(rows: Iterable[dict], done, config: DataConfig, tokenizer, sto
                 yield future.result()
 
 
-def _served(choice: dict, tokenizer, stops: set[int]) -> dict:
+def completion_body(name: str, prompt: list[int], config, stops: set[int], seed: int) -> dict:
+    """What /completions is asked. config: has max_new_tokens, temperature, top_p and top_k."""
+    body = {
+        "model": name, "prompt": prompt, "max_tokens": config.max_new_tokens, "temperature": config.temperature,
+        "stop_token_ids": sorted(stops), "skip_special_tokens": False, "return_token_ids": True,
+    }  # fmt: skip
+    if config.temperature:
+        body |= {"top_p": config.top_p, "seed": seed % 2**31}
+        body |= {"top_k": config.top_k} if config.top_k else {}
+    return body
+
+
+def complete(client, servers: list[str], body: dict, read, tries: int = TRIES) -> dict | str:
+    """What `read` makes of the reply of one of the servers, tried in turn; or why there is none, in one line."""
+    import httpx
+
+    for attempt in range(tries):
+        url = servers[attempt % len(servers)].rstrip("/")
+        try:
+            reply = client.post(f"{url}/completions", json=body)
+            if 400 <= reply.status_code < 500 and reply.status_code != 429:  # asking again would not help
+                return f"{url} refused: {' '.join(reply.text.split())[:200]}"
+            reply.raise_for_status()
+            return read(reply.json())
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            reason = f"{url} failed: {(str(error) or type(error).__name__).splitlines()[0]}"
+            if attempt < tries - 1:
+                time.sleep(2**attempt)
+    return reason
+
+
+def served(choice: dict, tokenizer, stops: set[int]) -> dict:
     """A server's choice as an answer; its text becomes tokens here where it does not give them.
 
     Raises ValueError for a choice that is neither complete nor cut by length.

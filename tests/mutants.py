@@ -47,6 +47,7 @@ BASELINE = "dflash/baselines.py"
 UNROLLED = "test_baselines.py::test_unrolled_training_is_the_reference"
 DRAFTED = "test_baselines.py::test_serving_is_the_reference"
 
+SERVER, AT_SERVER = "train/server.py", "train/evaluate_server.py"
 DATA, ENGINE, TRAINER, EVALUATE, EXPORT, CHECKPOINT, VERIFY, DIAGNOSE, PUBLISH = (
     f"train/{n}.py"
     for n in ("data", "engine", "trainer", "evaluate", "export", "checkpoint", "verify", "diagnose", "publish")
@@ -408,7 +409,8 @@ MUTANTS = [
         "test_verify.py::test_a_path_stands_for_the_model_and_overrides_win",
     ),
     Mutant(
-        "an engine's tau without the bonus token", DIAGNOSE, "return 1 + accepted / drafts", "return accepted / drafts",
+        "an engine's tau without the bonus token", DIAGNOSE, 'return 1 + counted["accepted"]',
+        'return counted["accepted"]',
         "test_diagnose.py::test_an_engines_tau_comes_from_its_counters",
     ),
     Mutant(
@@ -563,8 +565,8 @@ MUTANTS = [
         "test_regenerate.py::test_servers_get_the_prompts_ids_and_their_tokens_are_taken_verbatim",
     ),
     Mutant(
-        "a failed request goes to the same server", REGENERATE, "(number + attempt) % len(config.server)",
-        "number % len(config.server)", "test_regenerate.py::test_a_failed_request_goes_to_the_next_server",
+        "a failed request goes to the same server", REGENERATE, "servers[attempt % len(servers)]",
+        "servers[0]", "test_regenerate.py::test_a_failed_request_goes_to_the_next_server",
     ),
     # export
     Mutant(
@@ -619,6 +621,39 @@ MUTANTS = [
         "the loop asks the cache's prompts", DIAGNOSE, "prompts.append(ids)",
         "prompts.append(wanted[name][: len(ids)])",
         "test_diagnose.py::test_a_thinking_mode_that_was_switched",
+    ),
+    # servers
+    Mutant(
+        "a server's bonus token is not counted", AT_SERVER, 'tau = 1 + counts["accepted"] / drafts',
+        'tau = counts["accepted"] / drafts', "test_evaluate_server.py::test_figures_are_those_of_the_script",
+    ),
+    Mutant(
+        "the prefill's token is a verification's", AT_SERVER, "tau = (fast.tokens - fast.requests) / drafts",
+        "tau = fast.tokens / drafts", "test_evaluate_server.py::test_sglang_counts_verifications",
+    ),
+    Mutant(
+        "both servers say what came before", AT_SERVER, "None if passes or done else follow",
+        "None if passes else follow", "test_evaluate_server.py::test_figures_are_those_of_the_script",
+    ),
+    Mutant(
+        "foreign requests pass", AT_SERVER, "(more := max(told - emitted - allowed,", "(more := max(0,",
+        "test_evaluate_server.py::test_foreign_requests_are_flagged",
+    ),
+    Mutant(
+        "failed requests are dropped", AT_SERVER, "    if failed:\n", "    if False:\n",
+        "test_evaluate_server.py::test_failed_requests_are_counted_and_end_it_behind_the_report",
+    ),
+    Mutant(
+        "a failed request is sent again", SERVER, "read, tries=1)", "read)",
+        "test_evaluate_server.py::test_failed_requests_are_counted_and_end_it_behind_the_report",
+    ),
+    Mutant(
+        "counters from the server's start", SERVER, 'else before[word]) for word', "else 0) for word",
+        "test_evaluate_server.py::test_figures_are_those_of_the_script",
+    ),
+    Mutant(
+        "any server is the target's", SERVER, "if names & wanted), None)", "if names), None)",
+        "test_evaluate_server.py::test_a_server_of_another_kind_is_refused_in_one_line",
     ),
     Mutant(
         "the Hub gets everything in the folder", PUBLISH, '"config.json", "model.safetensors", "model-*',

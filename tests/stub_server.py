@@ -56,8 +56,8 @@ class StubServer(Serving):
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                known = self.path == "/version"
-                stub.reply(self, 200 if known else 404, json.dumps({"version": "stub 1.0"}) if known else "not here")
+                page = stub.page(self.path)
+                stub.reply(self, 404 if page is None else 200, "not here" if page is None else page)
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -68,6 +68,14 @@ class StubServer(Serving):
 
         self.http = Http(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+    def page(self, path: str) -> str | None:
+        """What a GET gives; None: nothing is there."""
+        return json.dumps({"version": "stub 1.0"}) if path == "/version" else None
+
+    def say(self, body: dict) -> tuple[list[int], str]:
+        """(token ids, finish) of an answer that reaches the client."""
+        return answer(body["prompt"], body["max_tokens"], bytes_only=not self.gives_ids)
 
     def fault(self) -> str | None:
         with self.lock:
@@ -86,11 +94,12 @@ class StubServer(Serving):
         if fault == "stall":
             threading.Event().wait(self.stall)
             return handler.connection.close()
-        ids, finish = answer(body["prompt"], body["max_tokens"], bytes_only=not self.gives_ids)
+        ids, finish = self.say(body)
         choice = {"index": 0, "text": bytes(i for i in ids if i < 256).decode(), "finish_reason": finish}
         if self.gives_ids:
             choice["token_ids"] = ids
-        text = json.dumps({"choices": [] if fault == "no choices" else [choice]})
+        usage = {"completion_tokens": len(ids)}
+        text = json.dumps({"choices": [] if fault == "no choices" else [choice], "usage": usage})
         if fault == "half of the JSON":
             text = text[: len(text) // 2]
         sent = {"half a body": len(text) // 2, "no body": 0}.get(fault, len(text))
@@ -106,6 +115,71 @@ class StubServer(Serving):
         except OSError:  # the other side is gone
             pass
         handler.close_connection = sent is not None and sent < len(text)
+
+
+class StubEngine(StubServer):
+    """A StubServer that counts as vLLM or SGLang (with a counter, or with a gauge) does.
+
+    script(prompt) -> (token ids, drafts accepted at each verification); drafts: how many tokens one drafts, 0 for an
+    engine without a drafter; models: (id, root) of what it serves; foreign: drafts of one token, all wrong, that others
+    get between two looks at the counters; pause: seconds of an answer. most: how many requests it saw at a time.
+    """
+
+    def __init__(
+        self, script, drafts=3, *, kind="vllm", models=(("org/tiny", "org/tiny"),), foreign=0, pause=0.0, **more
+    ):
+        super().__init__(**more)
+        self.script, self.drafts, self.kind, self.models, self.foreign, self.pause = (
+            script, drafts, kind, models, foreign, pause,
+        )  # fmt: skip
+        self.accepted, self.tokens, self.looks, self.now, self.most = [], 0, 0, 0, 0
+
+    def say(self, body: dict) -> tuple[list[int], str]:
+        ids, accepted = self.script(body["prompt"])
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(self.pause)
+        with self.lock:
+            self.now -= 1
+            self.accepted += accepted
+            self.tokens += len(ids)
+        return ids, "stop" if ids[-1] == END else "length"
+
+    def page(self, path: str) -> str | None:
+        if path == "/v1/models":
+            return json.dumps({"data": [{"id": name, "root": root} for name, root in self.models]})
+        if path == "/get_server_info" and self.kind != "vllm":
+            return json.dumps({"version": "stub 2.0"})
+        if path == "/version" and self.kind == "vllm":
+            return super().page(path)
+        if path != "/metrics" or self.kind == "none":
+            return None
+        with self.lock:
+            self.looks += 1
+            return "\n".join(
+                ["# HELP of a metric vllm:spec_decode_num_drafts_total 9", *self.lines(), "other:x_total 5"]
+            )
+
+    def lines(self) -> list[str]:
+        """vLLM's are of two processes and start from 7: counters outlive readers; SGLang's appear once they rise."""
+        label, num, told = 'model_name="a {b} c"', len(self.accepted), {}
+        if self.kind == "vllm" and self.drafts:
+            extra = self.foreign * self.looks
+            told = {"num_drafts": num + extra, "num_draft_tokens": self.drafts * num + extra}
+            told["num_accepted_tokens"] = sum(self.accepted)
+            places = {f'position="{k}"': sum(n > k for n in self.accepted) for k in range(self.drafts)}
+            family = "vllm:spec_decode_"
+            other = [f"{family}num_drafts_created{{{label}}} 1.7e+09", f'{family}num_drafts_total{{engine="1"}} 5']
+            counts = [f'{family}{name}_total{{engine="0",{label}}} {n + 7}' for name, n in told.items()]
+            total = f"{family}num_accepted_tokens_per_pos_total"
+            return other + counts + [f"{total}{{{label},{place}}} {n + 7.0}" for place, n in places.items()]
+        if self.kind == "sglang" and self.drafts:
+            told["spec_verify_calls_total"] = num
+        if self.kind == "sglang gauge":
+            told["spec_accept_length"] = 2.75
+        told["generation_tokens_total"] = self.tokens
+        return [f"{self.kind.split()[0]}:{name}{{{label}}} {n}" for name, n in told.items() if n]
 
 
 if __name__ == "__main__":

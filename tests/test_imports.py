@@ -14,7 +14,7 @@ HEAVY = {
     "wandb": {"train/log.py"},
     "hydra": {"data_prep/run.py", "train/run.py"},
     "omegaconf": {"data_prep/run.py", "train/run.py"},
-    "httpx": {"data_prep/regenerate.py", "train/diagnose.py"},
+    "httpx": {"data_prep/regenerate.py", "train/server.py", "train/diagnose.py"},
     "datasets": {"data_prep/prompts.py"},
     "matplotlib": {"train/plots.py"},
 }

@@ -1,5 +1,6 @@
 """RunConfig: everything that a run is told. Each field's comment is its manual; values live in configs/."""
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -170,9 +171,22 @@ class EvaluateConfig:
     identity_prompts: int = 4  # of each set, compared token for token in fp32
     identity_tokens: int = 48
     block_size: int | None = None  # at most the trained one, which is the default
+    server: str = ""  # base URL of a vLLM or SGLang server with a drafter: stage=evaluate measures it instead
+    server_alone: str = (
+        ""  # the same target without a drafter, for the ratio; it also answers the turns before the last
+    )
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])  # requests at a time at a server, one by one
 
     def __post_init__(self):
         check_positive("evaluate", self)
+        for name in ("server", "server_alone"):
+            url = getattr(self, name)
+            if url and not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
+                raise ValueError(f"evaluate.{name}: found {url!r}, expected a base URL as http://HOST:8000/v1")
+        if self.server_alone and not self.server:
+            raise ValueError("evaluate.server: nothing found, expected the server with a drafter too")
+        if not self.concurrency or min(self.concurrency) < 1 or len({*self.concurrency}) < len(self.concurrency):
+            raise ValueError(f"evaluate.concurrency: found {self.concurrency}, expected different numbers, 1 or more")
         check_least("evaluate", self, temperature=0.0, top_k=0)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"evaluate.top_p: found {self.top_p}, expected a share above 0, at most 1")
@@ -230,6 +244,11 @@ class RunConfig:
             raise ValueError(
                 f"drafter.kind: found {self.drafter.kind.value}, expected dflash for all but stage=train, and for"
                 " engine.checkpoint: a baseline is trained and compared (tests/bench/claim.py), no engine runs it"
+            )
+        if self.evaluate.server and self.stage != Stage.evaluate:
+            raise ValueError(
+                f"evaluate.server: found {self.evaluate.server} with stage={self.stage.value}, expected stage=evaluate"
+                " path=EXPORT: a server runs an export that is there"
             )
         if self.optim.objective == Objective.distill and not self.cache.last:
             raise ValueError(

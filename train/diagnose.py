@@ -31,6 +31,7 @@ from train import checkpoint
 from train.config import RunConfig
 from train.data import split_rows
 from train.evaluate import heldout_measures
+from train.server import read_counters
 from train.verify import TRAINING
 
 LOST = {"live": 0.05, "loop": 0.2, "export": 0.05, "engine": 0.1}  # shares of tau - 1
@@ -158,22 +159,14 @@ def _engine_tau(server: str, model: str, prompts, stops, config: RunConfig) -> f
     url = server.rstrip("/")
     try:
         with httpx.Client(timeout=600) as client:
-            before = _counters(client, url)
+            before = read_counters(client, url)
             for ids in prompts:
                 body = {"model": model, "prompt": ids, "max_tokens": config.data.max_new_tokens, "temperature": 0}
                 client.post(f"{url}/completions", json=body | {"stop_token_ids": sorted(stops)}).raise_for_status()
-            drafts, accepted = (b - a for a, b in zip(before, _counters(client, url)))
+            counted = read_counters(client, url)
+            counted.subtract(before)
     except httpx.HTTPError as error:
         raise OSError(f"diagnose.server: {url} failed ({error}); is it the base URL, /v1 included?") from None
-    if not drafts:
+    if not counted["drafts"]:
         raise ValueError(f"diagnose.server: {url} counted no drafts, expected a vLLM server with a drafter")
-    return 1 + accepted / drafts
-
-
-def _counters(client, url: str) -> tuple[float, float]:
-    text = client.get(f"{url.removesuffix('/v1')}/metrics").raise_for_status().text
-    names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-    return tuple(
-        sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith((f"{n}_total", f"{n}{{")))
-        for n in names
-    )
+    return 1 + counted["accepted"] / counted["drafts"]

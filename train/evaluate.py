@@ -152,7 +152,7 @@ def measure_speed(target, drafter, prompts: list, stops, config: EvaluateConfig,
             PromptResult(
                 prompt.id, len(alone.tokens), alone.seconds, len(fast.tokens), fast.seconds, fast.accepted,
                 loops(alone.tokens), shares, prompt.turn, prompt.row.get("category"), len(prompt.ids),
-                _sha256(prompt.ids), looks_random(target, input_ids),
+                sha256(prompt.ids), looks_random(target, input_ids),
             )
         )  # fmt: skip
         if follow is not None and (following := follow(prompt, alone.tokens)) is not None:
@@ -161,11 +161,15 @@ def measure_speed(target, drafter, prompts: list, stops, config: EvaluateConfig,
 
 
 def _generator(config: EvaluateConfig, prompt: Prompt, device) -> torch.Generator:
-    seed = int(_sha256([config.seed, prompt.id, prompt.turn])[:12], 16)
-    return torch.Generator(device).manual_seed(seed)
+    return torch.Generator(device).manual_seed(prompt_seed(config, prompt))
 
 
-def _sha256(value) -> str:
+def prompt_seed(config: EvaluateConfig, prompt: Prompt) -> int:
+    """Of a prompt's draws: whatever the order of the prompts."""
+    return int(sha256([config.seed, prompt.id, prompt.turn])[:12], 16)
+
+
+def sha256(value) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
@@ -216,7 +220,7 @@ def evaluate(load_target, load_drafter, sets: dict[str, list], stops, config: Ev
         speed = measure_speed(target, drafter, prompts, stops, config, follow)
         steady = [result for result in speed if not result.loops]
         report[name] = summarise(speed, size)
-        report[name]["prompts_sha256"] = _sha256([prompt.ids for prompt in prompts])
+        report[name]["prompts_sha256"] = sha256([prompt.ids for prompt in prompts])
         report[name]["ratio_without_looping"] = summarise(steady, size)["ratio"] if steady else None
         report[name]["per_prompt"] = [asdict(result) for result in speed]
         print(f"evaluate: {name} done after {time.perf_counter() - started:.0f} s", flush=True)

@@ -19,9 +19,11 @@ from train.config import RunConfig
 from train.evaluate import evaluate, evaluation_prompts, next_turn
 from train.verify import TRAINING, is_speculators, read_training
 
+OF_SERVERS = ("server", "server_alone", "concurrency")  # keys of evaluate.* that do not change what is measured here
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def table(sets: dict) -> str:
@@ -37,20 +39,20 @@ def table(sets: dict) -> str:
         )
         per_token = f"{r['ms_per_token_alone']:.1f} > {r['ms_per_token']:.1f}"
         lines.append(
-            f"{name:14} {_prompts(r):>7} {_number(r['tau']):>5} {r['tokens_per_second_alone']:>7.1f}"
-            f" {r['tokens_per_second']:>8.1f} {r['ratio']:>6.2f} {_number(steady):>8}"
+            f"{name:14} {prompts_and_turns(r):>7} {number(r['tau']):>5} {r['tokens_per_second_alone']:>7.1f}"
+            f" {r['tokens_per_second']:>8.1f} {r['ratio']:>6.2f} {number(steady):>8}"
             f" {r['looping']:>8.0%} {identical:>17} {per_token:>14} {_shares(r):>13}"
             f"  {' '.join(f'{p:.2f}' for p in r['slot_acceptance'])}"
         )
     lines.append("alone, drafted: tokens/s of the target alone and with the drafter, bf16, prefill included")
     for name, r in sets.items():
         kinds = {f"to {c['up_to']}": c for c in r["tau_by_context"]} | r["tau_by_category"]
-        parts = ", ".join(f"{kind}: {_number(c['tau'])} ({c['verify_steps']})" for kind, c in kinds.items())
+        parts = ", ".join(f"{kind}: {number(c['tau'])} ({c['verify_steps']})" for kind, c in kinds.items())
         lines.append(f"{name}: tau (verifications) by tokens of context, and category if any: {parts}")
     return "\n".join(lines)
 
 
-def _prompts(r: dict) -> str:
+def prompts_and_turns(r: dict) -> str:
     return f"{r['prompts']}" + (f" ({r['turns']})" if r["turns"] > r["prompts"] else "")
 
 
@@ -96,13 +98,11 @@ def evaluate_export(config: RunConfig, folder: Path) -> None:
     """Evaluate an export on the configured sets; write its figures, plots and card, and print the table."""
     from train.plots import plot_evaluation, plot_training
 
-    training = read_json(folder / TRAINING)["model"]
-    for key in ("target", "block_size", "mask_token_id"):
-        if training[key] != (found := describe(config.model)[key]):
-            raise ValueError(f"model.{key}: found {found}, expected {training[key]} as in {folder}; use its own +model")
+    require_own_model(config, folder)
     path = folder / "evaluation.json"
     report = read_json(path) if path.exists() else None
-    known = {"evaluate": describe(config.evaluate), "template_arguments": template_arguments(config.data)}
+    asked = {name: value for name, value in describe(config.evaluate).items() if name not in OF_SERVERS}
+    known = {"evaluate": asked, "template_arguments": template_arguments(config.data)}
     if report is None or any(report.get(key) != value for key, value in known.items()):
         report = known | measure(config, folder)
         write_json(path, report)
@@ -124,14 +124,18 @@ def evaluate_export(config: RunConfig, folder: Path) -> None:
         raise ValueError(f"evaluate: outputs with the drafter differ from the target's own in fp32: {different}")
 
 
-def measure(config: RunConfig, folder: Path) -> dict:
-    """The evaluation of an export, and what it was measured on."""
-    preparation = Preparation(config.model, config.data, config.cache)
-    sets, stops, settings = evaluation_prompts(config, preparation), preparation.stops, config.evaluate
-    load_drafter = lambda dtype: DFlashDraftModel.from_pretrained(folder, dtype=dtype).to(default_device()).eval()  # noqa: E731
-    follow = partial(next_turn, preparation.tokenizer, config.data, stops)
-    measured = evaluate(preparation.load_target, load_drafter, sets, stops, settings, follow)
-    recorded = {
+def require_own_model(config: RunConfig, folder: Path) -> None:
+    """Raise ValueError for an export of another model than the config's."""
+    training = read_json(folder / TRAINING)["model"]
+    for key in ("target", "block_size", "mask_token_id"):
+        if training[key] != (found := describe(config.model)[key]):
+            raise ValueError(f"model.{key}: found {found}, expected {training[key]} as in {folder}; use its own +model")
+
+
+def recorded_settings(config: RunConfig, stops: set[int]) -> dict:
+    """What every set of an evaluation records of how it was asked."""
+    settings = config.evaluate
+    return {
         "template_arguments": template_arguments(config.data),
         "thinking": config.data.thinking,
         "sampling": {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "seed")},
@@ -140,6 +144,16 @@ def measure(config: RunConfig, folder: Path) -> dict:
         "max_new_tokens": settings.max_new_tokens,
         "stop_ids": sorted(stops),
     }
+
+
+def measure(config: RunConfig, folder: Path) -> dict:
+    """The evaluation of an export, and what it was measured on."""
+    preparation = Preparation(config.model, config.data, config.cache)
+    sets, stops, settings = evaluation_prompts(config, preparation), preparation.stops, config.evaluate
+    load_drafter = lambda dtype: DFlashDraftModel.from_pretrained(folder, dtype=dtype).to(default_device()).eval()  # noqa: E731
+    follow = partial(next_turn, preparation.tokenizer, config.data, stops)
+    measured = evaluate(preparation.load_target, load_drafter, sets, stops, settings, follow)
+    recorded = recorded_settings(config, stops)
     return {
         "target": preparation.target_name(),
         "device": device_name(),
@@ -228,10 +242,10 @@ def _measured(sets: dict) -> str:
 
     def with_interval(r: dict, name: str) -> str:
         low, high = r[f"{name}_interval"]
-        return f"{_number(r[name])} ({low:.2f} to {high:.2f})"
+        return f"{number(r[name])} ({low:.2f} to {high:.2f})"
 
     return "\n".join(
-        f"| {name} | {_prompts(r)} | {with_interval(r, 'tau')} | {with_interval(r, 'ratio')}"
+        f"| {name} | {prompts_and_turns(r)} | {with_interval(r, 'tau')} | {with_interval(r, 'ratio')}"
         f" | {r['tokens_per_second_alone']:.1f} | {r['tokens_per_second']:.1f} | {_shares(r)}"
         f" | {' '.join(f'{p:.2f}' for p in r['slot_acceptance'])}"
         f" | {r['identity']['identical']}/{r['identity']['prompts']} | {r['looping']:.0%} |"

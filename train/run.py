@@ -126,6 +126,7 @@ def train(config: RunConfig) -> None:
 def finish(config: RunConfig) -> None:
     """What follows the training, or works on `path` alone: export, evaluation and card, push; or one stage of it."""
     from train.diagnose import diagnose
+    from train.evaluate_server import evaluate_server
     from train.export import export_checkpoint
     from train.publish import publish
     from train.report import evaluate_export
@@ -139,7 +140,8 @@ def finish(config: RunConfig) -> None:
     if stage in (Stage.all, Stage.export):
         folder = export_checkpoint(config)
     if stage in (Stage.all, Stage.evaluate):
-        evaluate_export(config, folder or config.folder / "export")
+        evaluate_here = evaluate_server if config.evaluate.server else evaluate_export
+        evaluate_here(config, folder or config.folder / "export")
     if config.push_to_hub is not None and stage in (Stage.all, Stage.push):
         publish(folder or config.folder / "export", config.push_to_hub, config.private, config.dry_run)
 

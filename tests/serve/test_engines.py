@@ -19,8 +19,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 import run_helpers as helpers
 import torch
@@ -34,6 +36,9 @@ from data_prep.regenerate import render
 from dflash.generate import generate
 from dflash.model import DFlashDraftModel, TargetEnds
 from dflash.target import load_target
+from train.config import EvaluateConfig
+from train.evaluate import Prompt
+from train.evaluate_server import measure_servers
 from train.export import Format, export
 from train.trainer import fit
 
@@ -195,6 +200,38 @@ def vllm(ours, folders, tmp_path_factory):
     return dict(zip(folders, answer["jobs"], strict=True))
 
 
+@pytest.fixture(scope="module")
+def server(folders, tmp_path_factory):
+    """The URL of a vLLM server with the sound export, which asks one prompt at a time."""
+    folder, url = tmp_path_factory.mktemp("server"), f"http://127.0.0.1:{(port := helpers.free_port())}"
+    drafter = {"method": "dflash", "model": str(folders[Format.zlab, None]), "num_speculative_tokens": S - 1}
+    command = [
+        VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", helpers.TINY, "--host", "127.0.0.1",
+        "--port", str(port), "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "1", "--enforce-eager",
+        "--no-enable-prefix-caching", "--speculative-config", json.dumps(drafter),
+    ]  # fmt: skip
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}
+    env = helpers.environment(TMPDIR=str(folder), **settings)
+    with (folder / "log").open("w") as log, subprocess.Popen(
+        command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+    ) as process:  # fmt: skip
+        try:
+            deadline = time.monotonic() + 300
+            while not answers(f"{url}/health"):
+                assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
+                time.sleep(0.5)
+            yield url
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url, trust_env=False).status_code == 200
+    return False
+
+
 @pytest.fixture
 def engine(request):
     """What an engine gave, by (format, fault)."""
@@ -220,6 +257,22 @@ def test_an_engine_agrees_with_ours(ours, engine, name, form):
     assert [run["tokens"] for run in found] == [run.tokens for run in runs]
     assert [run["drafts"] for run in found] == [len(run.accepted) for run in runs]
     assert [run["accepted"] for run in found] == [sum(run.accepted_raw) - len(run.accepted_raw) for run in runs]
+
+
+def test_a_servers_own_counters_agree_with_ours(ours, server, monkeypatch):
+    """What stage=evaluate reports of a server, against our loop: tokens, drafts, acceptance of each slot, tau."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    prompts = [Prompt(str(number), ids) for number, ids in enumerate(ours["prompts"])]
+    settings = EvaluateConfig(server=server, concurrency=[1, 2], max_new_tokens=NEW)
+    targets = [str(helpers.TINY)]
+    report = measure_servers(settings, {"own": prompts}, helpers.tokenizer(), set(), targets, lambda *_: None)
+    raw = [n for run in ours["runs"] for n in run.accepted_raw]
+    assert report["engine"]["name"] == "vLLM" and report["model"] == str(helpers.TINY)
+    for found in report["sets"]["own"]["passes"]:
+        assert (found["requests"], found["tokens"], found["failed"]) == (PROMPTS, PROMPTS * NEW, {})
+        assert (found["drafts"], found["accepted"]) == (len(raw), sum(raw) - len(raw))
+        assert found["slot_acceptance"] == pytest.approx([sum(n > k for n in raw) / len(raw) for k in range(1, S)])
+        assert found["tau"] == pytest.approx(sum(raw) / len(raw)) and found["remarks"] == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)
