@@ -142,8 +142,8 @@ MUTANTS = [
     Mutant("batches: a block sees beyond its own end", MODEL, "mask = None if told.exact else",
            "mask = None if True else", DRAFTS),
     # the baselines
-    Mutant("a baseline reads the state of its own token", BASELINE, "pad(features_BTF, (0, 0, 1, -1))",
-           "pad(features_BTF, (0, 0, 0, 0))", UNROLLED),
+    Mutant("a baseline reads the state of its own token", BASELINE, "self.fc.in_features :], (0, 0, 1, -1))",
+           "self.fc.in_features :], (0, 0, 0, 0))", UNROLLED),
     Mutant("a baseline's chain sees other chains", BASELINE, "own, slots = torch.eye(len(anchor_A), dtype",
            "own, slots = torch.ones(len(anchor_A), len(anchor_A), dtype", UNROLLED),
     Mutant("a baseline's context sees other documents", BASELINE, "(index_T >= (index_T - position_T)[:, None])",
@@ -154,6 +154,10 @@ MUTANTS = [
            "state[\"before\"] = before_BNF[:, -1:]", DRAFTED),
     Mutant("a baseline's drafts stand one place too early", BASELINE, "length_B1 + len(drafts)",
            "length_B1 + len(drafts) - 1", DRAFTED),
+    Mutant("fused: slots see only what is behind them", BASELINE, "last_BN = torch.cat((position_BN, slot_BS[:, -1:]",
+           "last_BN = torch.cat((position_BN, slot_BS[:, :1]", DRAFTED),
+    Mutant("fused: blocks see one another", BASELINE, "block_Q[:, None] == block_Q)", "block_Q[:, None] >= 0 * block_Q)",
+           UNROLLED),
     # target and config
     Mutant("tap off by one", GENERATE, "layers[tap].register", "layers[tap + 1].register",
            "test_model.py::test_features_are_hf_hidden_states"),
@@ -206,8 +210,8 @@ MUTANTS = [
            "context_BT + 0 * length_B1", DRAFTS),
     Mutant("features without the last verified token", MODEL, "torch.where(context_BT < length_B1,",
            "torch.where(context_BT < length_B1 - 1,", SEES),
-    Mutant("the host waits in every round", GENERATE, "            first_B = answers.length_B\n",
-           "            first_B = answers.length_B\n            assert int(first_B.max()) >= 0\n",
+    Mutant("the host waits in every round", GENERATE, "            logits = run(ids_BT, first_B, bound)\n",
+           "            logits = run(ids_BT, first_B, bound)\n            assert int(first_B.max()) >= 0\n",
            "test_generate.py::test_the_host_waits_once_a_look"),
     Mutant("sliding windows are not refused", GENERATE, "    if kinds or (getattr", "    if False and (getattr",
            "test_generate.py::test_sliding_window_targets_are_refused_by_name"),
@@ -240,15 +244,15 @@ MUTANTS = [
     Mutant(
         "anchors depend on the rank",
         DATA,
-        "self.batch.anchors_per_row, seed=self.seed,",
-        "self.batch.anchors_per_row, seed=self.seed + self.rank,",
+        "count, seed=self.seed, **named",
+        "count, seed=self.seed + self.rank, **named",
         SAME,
     ),
     Mutant(
         "anchors are the same each epoch",
         DATA,
-        "seed=self.seed, epoch=epoch,",
-        "seed=self.seed, epoch=0,",
+        '"epoch": epoch, "row_id"',
+        '"epoch": 0, "row_id"',
         "test_data.py::test_order_and_anchors_change_with_epoch_and_seed",
     ),
     Mutant(
@@ -399,9 +403,9 @@ MUTANTS = [
         WALK,
     ),
     Mutant(
-        "prompts are drawn without replacement", EVALUATE,
-        "torch.randint(len(results), (draws, len(results)), generator=torch.Generator().manual_seed(0))",
-        "torch.arange(len(results)).expand(draws, -1)",
+        "prompts are drawn without replacement", "train/figures.py",
+        "torch.randint(num, (DRAWS, num), generator=torch.Generator().manual_seed(0))",
+        "torch.arange(num).expand(DRAWS, -1)",
         "test_metrics.py::test_intervals_are_quantiles_of_draws_of_the_prompts",
     ),
     Mutant(
@@ -415,8 +419,8 @@ MUTANTS = [
     ),
     Mutant(
         "means of means",
-        EVALUATE,
-        '"tau": emitted / steps if steps else None',
+        "train/figures.py",
+        '"tau": float(tau_of(total_C)) if steps else None',
         '"tau": sum(sum(r.accepted) / len(r.accepted) for r in results) / len(results)',
         "test_metrics.py::test_acceptance_is_pooled_over_blocks_however_they_are_grouped",
     ),
@@ -469,7 +473,7 @@ MUTANTS = [
         "start, end = offsets[at - 1], offsets[at]", "test_store.py::test_rows_come_back_as_they_were_written",
     ),
     Mutant(
-        "rows of a batch are mixed up", CACHE, "in zip(batch, keep(", "in zip(sorted(batch), keep(",
+        "rows of a batch are mixed up", CACHE, "in zip(batch, rows, strict", "in zip(sorted(batch), rows, strict",
         "test_store.py::test_rows_longer_than_a_batch_are_captured_too",
     ),
     Mutant(
@@ -597,7 +601,7 @@ MUTANTS = [
         "test_export.py::test_a_config_that_engines_read_otherwise_is_refused_by_name[flat theta]",
     ),
     Mutant(
-        "the cache's taps are not compared", VERIFY, 'if captured != trained["taps"]:', "if False:",
+        "the cache's taps are not compared", VERIFY, '(captured := training["captured_taps"]) != trained["taps"]:', "(captured := None):",
         "test_export.py::test_a_cache_of_other_taps_is_refused",
     ),
     Mutant(

@@ -13,7 +13,9 @@ from data_prep.prepare import Preparation
 from data_prep.prompts import read_rows
 from data_prep.run import PrepConfig, load_config
 from data_prep.store import Store
-from train.config import RunConfig
+from dflash.config import Kind
+from dflash.objective import Objective
+from train.config import Anchors, RunConfig
 from train.data import Steps, split_rows
 
 MODELS = sorted(path.stem for path in (helpers.ROOT / "configs/model").glob("*.yaml"))
@@ -181,6 +183,33 @@ def test_overrides_reach_the_typed_config():
 def test_every_models_file_composes(name, entry, schema):
     config = load_config(entry, schema, [f"+model={name}"])
     assert isinstance(config, schema) and config.model.target and config.model.taps
+
+
+ABLATIONS = {  # file of configs/ablation: what it changes
+    "plain": {}, "fused": {"drafter.kind": Kind.fused}, "tokens": {"drafter.kind": Kind.tokens},
+    "fixed_blocks": {"batch.anchors": Anchors.fixed}, "depth_1": {"model.num_layers": 1},
+    "depth_5": {"model.num_layers": 5}, "no_decay": {"model.gamma": 1e9}, "dpace": {"optim.objective": Objective.dpace},
+}  # fmt: skip
+
+
+def test_an_ablation_changes_one_thing():
+    """Against the demo with the paper's objective; all files are here."""
+    assert sorted(ABLATIONS) == sorted(path.stem for path in (helpers.ROOT / "configs/ablation").glob("*.yaml"))
+    for name, changes in ABLATIONS.items():
+        config = load_config("train", RunConfig, ["+model=demo", f"+ablation={name}", "stage=train"])
+        plain = load_config("train", RunConfig, ["+model=demo", "optim.objective=decay", "stage=train"])
+        for key, value in changes.items():
+            group, field = key.split(".")
+            assert getattr(getattr(config, group), field) == value != getattr(getattr(plain, group), field)
+            setattr(getattr(plain, group), field, value)
+        assert config == plain
+    assert "ablation/fusd" in refused("+model=demo", "+ablation=fusd")
+
+
+def test_baselines_are_trained_and_no_more():
+    assert load_config("train", RunConfig, ["+model=tiny", "drafter.kind=mtp", "stage=train"]).drafter.kind == Kind.mtp
+    for overrides in (["drafter.kind=eagle3"], ["drafter.kind=mtp", "stage=train", "engine.checkpoint=true"]):
+        assert "expected dflash for all but stage=train" in refused("+model=tiny", *overrides)
 
 
 @pytest.mark.parametrize(

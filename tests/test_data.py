@@ -140,6 +140,19 @@ def test_weights_repeat_rows_and_draw_the_rest_anew(store):
     assert len({key[:2] for key in slots(twice)}) > PER_ROW  # the second time, other anchors
 
 
+def test_fixed_anchors_cut_answers_into_blocks(store):
+    """The same in every epoch: neighbouring blocks of an answer stand S apart, from its first eligible token on."""
+    config = helpers.config(store.folder, "batch.rows_per_step=9", "batch.anchors=fixed", "batch.anchors_per_row=100")
+    rows, size = list(range(len(store))), config.model.block_size
+    loader = Steps(store, rows, config.model, config.batch, seed=0)
+    for step in (loader[0], loader[loader.per_epoch()]):
+        found = Counter((row, at) for row, at, *_ in slots(step))
+        expected = {
+            (row, at) for row in step.rows for at in eligible_by_loop(store.row(row).loss_mask_T.tolist())[::size]
+        }
+        assert set(found) == expected and len(expected) > len(step.rows)
+
+
 def test_order_and_anchors_change_with_epoch_and_seed(store):
     (loader,), (other,) = loaders(store), loaders(store, seed=4)
     assert (loader[0].epoch, loader[3].epoch) == (0, 1)

@@ -59,6 +59,9 @@ def test_dflash_pulls_in_nothing_heavy():
     assert done.returncode == 0 and done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-@pytest.mark.xfail(strict=True, reason="6,500 lines, 4,800 of them code: data pipeline, launchers, formats and doctor")
+@pytest.mark.xfail(
+    strict=True,
+    reason="7,700 lines, 5,600 of them code: pipeline, launchers, formats, doctor, evaluators and baselines",
+)
 def test_the_project_stays_short():
     assert sum(len(path.read_text().splitlines()) for path in FILES) < 4000

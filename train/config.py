@@ -172,9 +172,7 @@ class EvaluateConfig:
     identity_tokens: int = 48
     block_size: int | None = None  # at most the trained one, which is the default
     server: str = ""  # base URL of a vLLM or SGLang server with a drafter: stage=evaluate measures it instead
-    server_alone: str = (
-        ""  # the same target without a drafter, for the ratio; it also answers the turns before the last
-    )
+    server_alone: str = ""  # the same target without one, for the ratio; it also answers the turns before the last
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])  # requests at a time at a server, one by one
 
     def __post_init__(self):

@@ -20,6 +20,7 @@ COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": "draft_tokens",
     "vllm:spec_decode_num_accepted_tokens": "accepted",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "position",
+    "vllm:generation_tokens": "generated",
     "sglang:spec_verify_calls": "verify_calls",
     "sglang:generation_tokens": "generated",
     "sglang:spec_accept_length": "average",  # no counter: the mean of the engine's last moments
