@@ -156,8 +156,8 @@ MUTANTS = [
            "length_B1 + len(drafts) - 1", DRAFTED),
     Mutant("fused: slots see only what is behind them", BASELINE, "last_BN = torch.cat((position_BN, slot_BS[:, -1:]",
            "last_BN = torch.cat((position_BN, slot_BS[:, :1]", DRAFTED),
-    Mutant("fused: blocks see one another", BASELINE, "block_Q[:, None] == block_Q)", "block_Q[:, None] >= 0 * block_Q)",
-           UNROLLED),
+    Mutant("fused: blocks see one another", BASELINE, "block_Q[:, None] == block_Q)",
+           "block_Q[:, None] >= 0 * block_Q)", UNROLLED),
     # target and config
     Mutant("tap off by one", GENERATE, "layers[tap].register", "layers[tap + 1].register",
            "test_model.py::test_features_are_hf_hidden_states"),
@@ -601,7 +601,8 @@ MUTANTS = [
         "test_export.py::test_a_config_that_engines_read_otherwise_is_refused_by_name[flat theta]",
     ),
     Mutant(
-        "the cache's taps are not compared", VERIFY, '(captured := training["captured_taps"]) != trained["taps"]:', "(captured := None):",
+        "the cache's taps are not compared", VERIFY,
+        '(captured := training["captured_taps"]) != trained["taps"]:', "(captured := None):",
         "test_export.py::test_a_cache_of_other_taps_is_refused",
     ),
     Mutant(

@@ -15,11 +15,20 @@ import torch
 from run_helpers import ASSISTANT, BOS, END, USER
 
 from data_prep.config import DataConfig
+from data_prep.prepare import Preparation
 from dflash.generate import Generation
 from train import evaluate as module
 from train.compare import compare, main, table
 from train.config import EvaluateConfig
-from train.evaluate import Prompt, evaluate, looks_random, measure_speed, next_turn, render_turn
+from train.evaluate import (
+    Prompt,
+    evaluate,
+    evaluation_prompts,
+    looks_random,
+    measure_speed,
+    next_turn,
+    render_turn,
+)
 from train.report import flagged, unlike_training
 
 DATA, STOPS = DataConfig(path="x"), {END}
@@ -269,3 +278,13 @@ def test_compare_runs_as_a_script(tmp_path):
     done = helpers.run("train/compare.py", path, path)
     assert done.returncode == 0 and "+0.000 (+0.000 to +0.000)" in done.stdout, done.stderr
     assert helpers.run("train/compare.py", path).stderr.startswith("error: found 1 arguments")
+
+
+def test_a_set_can_name_its_own_number_of_prompts(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"hello {n}"]}) + "\n" for n in range(9)))
+    sets = [f"{path}:7", "arithmetic"]
+    config = helpers.config(tmp_path, "evaluate.prompts=3")
+    config.evaluate.sets = sets
+    found = evaluation_prompts(config, Preparation(config.model, config.data, config.cache))
+    assert {name: len(prompts) for name, prompts in found.items()} == {"own": 7, "arithmetic": 3}

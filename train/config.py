@@ -161,7 +161,7 @@ class EvaluateConfig:
     rows: int = 32  # held-out rows of such a measure, at most
     sets: list[str] = field(default_factory=lambda: ["humaneval", "mt_bench"])  # others: train/sets.py, or a JSONL file
     local: dict[str, str] = field(default_factory=dict)  # copies of public sets: '+evaluate.local={gsm8k: /path}'
-    prompts: int = 12  # conversations of each set, for speed; all their turns are asked
+    prompts: int = 12  # conversations of each set, or NAME:COUNT in sets; all their turns are asked
     max_new_tokens: int = 512  # of an answer
     temperature: float = 0.0  # of both sides; 0 is greedy. Identity is compared greedily always
     top_p: float = 1.0

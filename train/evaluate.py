@@ -238,8 +238,11 @@ def evaluation_prompts(config: RunConfig, preparation: Preparation) -> dict[str,
     if size is not None and not 2 <= size <= trained:
         raise ValueError(f"evaluate.block_size: found {size}, expected 2..{trained}, the size of training")
     sets = {}
-    for name in config.evaluate.sets:
-        rows = load_set(name, config.evaluate.prompts, config.cache.dir / "sets", config.evaluate.local)
+    for wish in config.evaluate.sets:
+        name, count = wish, config.evaluate.prompts
+        if wish.rpartition(":")[2].isdigit():  # NAME:COUNT
+            name, count = wish.rpartition(":")[0], int(wish.rpartition(":")[2])
+        rows = load_set(name, count, config.cache.dir / "sets", config.evaluate.local)
         if Path(name).stem in sets:
             raise ValueError(f"evaluate.sets: found two sets named {Path(name).stem}, expected different names")
         sets[Path(name).stem] = [render_turn(preparation.tokenizer, config.data, row) for row in rows]
