@@ -142,7 +142,7 @@ def test_weights_repeat_rows_and_draw_the_rest_anew(store):
 
 def test_fixed_anchors_cut_answers_into_blocks(store):
     """The same in every epoch: neighbouring blocks of an answer stand S apart, from its first eligible token on."""
-    config = helpers.config(store.folder, "batch.rows_per_step=9", "batch.anchors=fixed", "batch.anchors_per_row=100")
+    config = helpers.config(store.folder, "batch.rows_per_step=9", "batch.anchors=fixed", "batch.anchors_per_row=64")
     rows, size = list(range(len(store))), config.model.block_size
     loader = Steps(store, rows, config.model, config.batch, seed=0)
     for step in (loader[0], loader[loader.per_epoch()]):
