@@ -60,7 +60,7 @@ def main(export: str = "runs/demo/export") -> None:
     config = load_config("train", RunConfig, ["+model=demo", "evaluate.sets=[arithmetic]", "evaluate.prompts=8"])
     preparation = Preparation(config.model, config.data, config.cache)
     prompts = [prompt.ids for prompt in evaluation_prompts(config, preparation)["arithmetic"]]
-    request = json.dumps([str(preparation.target), str(Path(export).resolve()), prompts])
+    request = json.dumps([str(Path(preparation.target).resolve()), str(Path(export).resolve()), prompts])
     command = [sys.executable, str(Path(__file__).resolve()), "child"]
     env = {**os.environ, "PYTHONPATH": str(ROOT / ".venv/zlab"), "PYTHONSAFEPATH": "1"}
     subprocess.run(command, input=request.encode(), check=True, env=env, cwd="/")
