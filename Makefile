@@ -54,7 +54,7 @@ test-serve: setup .venv/vllm .venv/zlab  ## real engines against ours, in Python
 mutants: setup  ## plant one fault at a time, and see the named test fail
 	$(BIN)/python tests/mutants.py
 
-bench: setup .venv/zlab demo  ## both sides of every speed claim, and their ratio
+bench: setup .venv/zlab demo  ## both sides of every speed claim, and their ratio; makes the demo first
 	$(BIN)/python tests/bench/decode.py
 	$(BIN)/python tests/bench/step.py
 	$(BIN)/python tests/bench/capture.py

@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -56,7 +57,11 @@ def run_batches(run, ids: list[list[int]], batch_tokens: int):
         yield batch, run([ids[i] for i in batch])
 
 
-def end_to_end(lengths: list[int], batches) -> tuple[torch.Tensor, ...]:
+def ids_of(rows: Iterable[Row]) -> list[list[int]]:
+    return [row.ids_T.tolist() for row in rows]
+
+
+def end_to_end(lengths: Iterable[int], batches) -> tuple[torch.Tensor, ...]:
     """The tensors [tokens, ...] of all rows in order, filled batch by batch; batches: as of `run_batches`."""
     starts, whole = [0, *accumulate(lengths)], None
     for batch, rows in batches:
@@ -169,10 +174,9 @@ def capture(rows: Store, folder: Path, recipe: dict, name: str, config: CacheCon
                 run = stack.enter_context(start())
                 codec = the_codec(rows, folder, config, run)
             part, claim = rows.rows_of(number), claims.mine
-            ids = [row.ids_T.tolist() for row in part]
-            batches = run_batches(run, ids, config.batch_tokens)
+            batches = run_batches(run, ids := ids_of(part), config.batch_tokens)
             packed = check_and_pack(codec, recipe["taps"], number, claim, bar, batches)
-            tensors = end_to_end(list(map(len, ids)), packed)
+            tensors = end_to_end(map(len, ids), packed)
             if pending is not None:
                 pending.result()
             pending = writer.submit(_finish, folder, number, claim, part, name, *tensors)
@@ -193,15 +197,9 @@ def check_and_pack(codec: Codec, taps: list[int], number: int, claim: Path, bar,
     """Yield the batches of shard `number` as they are stored, packed on the target's device; also a sign of life."""
     for batch, states in batches:
         refuse_unsound(torch.cat([features_TF for features_TF, *_ in states]), taps, number)
-        yield (
-            batch,
-            [
-                (codec.encode(features_TF).cpu(), *(last_TD.to(torch.bfloat16).cpu() for last_TD in last))
-                for features_TF, *last in states
-            ],
-        )
         claim.touch()
         bar.update(sum(len(features_TF) for features_TF, *_ in states))
+        yield batch, [(codec.encode(x).cpu(), *(y.to(torch.bfloat16).cpu() for y in last)) for x, *last in states]
         del states
         trim_memory()
 
@@ -216,7 +214,7 @@ def remove_void_records(folder: Path, numbers: set[int]) -> None:
 
 def _finish(folder: Path, number: int, claim: Path, part: list[Row], name: str, features_TR, last_TD=None) -> None:
     """Write a shard and its record, then let go of it."""
-    path, ids, masks = shard_path(folder, number), [r.ids_T.tolist() for r in part], [r.loss_mask_T for r in part]
+    path, ids, masks = shard_path(folder, number), ids_of(part), [r.loss_mask_T for r in part]
     record = write_shard(path, part[0].index, ids, [m.tolist() for m in masks], features_TR, name, last_TD)
     write_json(path.with_suffix(".json"), record)
     claim.unlink(missing_ok=True)
@@ -258,14 +256,10 @@ def the_codec(rows: Store, folder: Path, config: CacheConfig, run) -> Codec:
     if not (folder / CODEC).exists():
         step, sample_TF = max(1, round(rows.manifest["tokens"] / config.fit_tokens)), None
         if config.codec != CodecKind.bf16:
-            ids = [rows.row(i, features=False).ids_T.tolist() for i in range(0, len(rows), step)]
-            (sample_TF,) = end_to_end(
-                list(map(len, ids)),
-                (
-                    (batch, [(features_TF.cpu(),) for features_TF, *_ in states])
-                    for batch, states in run_batches(run, ids, config.batch_tokens)
-                ),
-            )
+            ids = ids_of(rows.row(i, features=False) for i in range(0, len(rows), step))
+            batches = run_batches(run, ids, config.batch_tokens)
+            features = ((batch, [(x.cpu(),) for x, *_ in states]) for batch, states in batches)
+            (sample_TF,) = end_to_end(map(len, ids), features)
         fit_codec(config, sample_TF).save(folder / CODEC)
     return Codec.load(folder / CODEC)
 

@@ -181,7 +181,10 @@ class FusedDrafter(Reader):
         return choose(state["ends"].logits(self.norm(hidden)))
 
 
-def make_drafter(config: Qwen3Config) -> DFlashDraftModel:
-    """A fresh drafter of the kind that its config names; DFlash where it names none."""
-    kinds = {Kind.dflash: DFlashDraftModel, Kind.fused: FusedDrafter, Kind.tokens: FusedDrafter}
-    return kinds.get(Kind(getattr(config, "drafter_kind", "dflash")), AutoregressiveDrafter)(config)
+def make_drafter(config: Qwen3Config, kind: Kind | None = None) -> DFlashDraftModel:
+    """A fresh drafter; without a kind, of that which its config names. DFlash's config names none."""
+    kind = kind or Kind(getattr(config, "drafter_kind", "dflash"))
+    if kind == Kind.dflash:
+        return DFlashDraftModel(config)
+    config.drafter_kind = kind.value
+    return (FusedDrafter if kind in (Kind.fused, Kind.tokens) else AutoregressiveDrafter)(config)

@@ -245,14 +245,12 @@ def checked_size(drafter, block_size: int | None) -> int:
 
 
 def check_target(target, total_length: int) -> None:
-    """Refuse targets with windows, whose caches forget, and lengths that the target's positions do not reach."""
+    """Refuse targets with windows, whose layers must not see all, and lengths that their positions do not reach."""
     config = target.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
     if kinds or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
         kinds = sorted(kinds) or [f"sliding_window={config.sliding_window}"]
-        raise ValueError(
-            f"target {config.model_type}: layers of kind {kinds} found, only full attention can be cropped"
-        )
+        raise ValueError(f"target {config.model_type}: layers of kind {kinds} found, expected full attention in all")
     if total_length > config.max_position_embeddings:
         raise ValueError(
             f"max_new_tokens: prompt, answer and block reach {total_length} positions, the target has"

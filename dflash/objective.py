@@ -147,7 +147,7 @@ def block_loss(drafter, batch: BlockBatch, ends: TargetEnds, chunk: int, objecti
     chunk: how many slots' logits exist at one time; it changes memory and speed, not the result.
     """
     blocks, block_size = batch.blocks, batch.blocks.input_AS.shape[1]
-    inputs = getattr(getattr(drafter, "module", drafter), "block_inputs", block_inputs)  # a baseline has its own
+    inputs = getattr(getattr(drafter, "module", drafter), "block_inputs", block_inputs)  # a baseline's own, or DFlash's
     hidden_QD = drafter(*inputs(batch, ends))[0]
     label_N = blocks.label_AS.flatten()[batch.weighted_N]
     hidden_ND = hidden_QD[batch.weighted_N]

@@ -12,7 +12,7 @@ import transformers
 
 from dflash.baselines import make_drafter
 from dflash.blocks import make_blocks
-from dflash.config import ModelConfig, drafter_config
+from dflash.config import Kind, ModelConfig, drafter_config
 from dflash.generate import Proposal, Round
 from dflash.objective import BlockBatch, block_loss
 
@@ -49,9 +49,7 @@ def tiny_drafter(target, seed=0, block_size=8, num_layers=2, taps=(0, 2, 4), mas
     model = ModelConfig(
         "tiny", block_size=block_size, num_layers=num_layers, taps=list(taps), mask_token_id=mask_token_id
     )
-    config = drafter_config(target.config, model)
-    config.drafter_kind = kind
-    return perturb(make_drafter(config), seed).eval()
+    return perturb(make_drafter(drafter_config(target.config, model), Kind(kind)), seed).eval()
 
 
 def greedy(target, ids, max_new_tokens, stop=None):

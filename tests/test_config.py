@@ -208,8 +208,10 @@ def test_an_ablation_changes_one_thing():
 
 def test_baselines_are_trained_and_no_more():
     assert load_config("train", RunConfig, ["+model=tiny", "drafter.kind=mtp", "stage=train"]).drafter.kind == Kind.mtp
-    for overrides in (["drafter.kind=eagle3"], ["drafter.kind=mtp", "stage=train", "engine.checkpoint=true"]):
-        assert "expected dflash for all but stage=train" in refused("+model=tiny", *overrides)
+    assert "eagle3 with stage=all, expected dflash" in refused("+model=tiny", "drafter.kind=eagle3")
+    for unfit in ("engine.checkpoint=true", "model.init_from=somewhere", "cache.codec=lowrank"):
+        found = refused("+model=tiny", "stage=train", "drafter.kind=mtp", unfit)
+        assert f"mtp with {unfit.removesuffix('=somewhere')}, expected dflash" in found
 
 
 @pytest.mark.parametrize(

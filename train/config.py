@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from data_prep.config import CacheConfig, DataConfig, check_least
+from data_prep.config import CacheConfig, CodecKind, DataConfig, check_least
 from dflash.config import DrafterConfig, Kind, ModelConfig
 from dflash.objective import Objective
 
@@ -238,10 +238,16 @@ class RunConfig:
 
     def __post_init__(self):
         check_positive("", self)
-        if self.drafter.kind != Kind.dflash and (self.stage != Stage.train or self.engine.checkpoint):
+        unfit = {
+            f"stage={self.stage.value}": self.stage != Stage.train,
+            "engine.checkpoint=true": self.engine.checkpoint,
+            "model.init_from": self.model.init_from is not None,
+            "cache.codec=lowrank": self.drafter.kind == Kind.mtp and self.cache.codec == CodecKind.lowrank,
+        }
+        if self.drafter.kind != Kind.dflash and (found := [name for name, is_so in unfit.items() if is_so]):
             raise ValueError(
-                f"drafter.kind: found {self.drafter.kind.value}, expected dflash for all but stage=train, and for"
-                " engine.checkpoint: a baseline is trained and compared (tests/bench/claim.py), no engine runs it"
+                f"drafter.kind: found {self.drafter.kind.value} with {found[0]}, expected dflash; a baseline is trained"
+                " (stage=train) and compared (docs/comparison.md), no engine runs it"
             )
         if self.evaluate.server and self.stage != Stage.evaluate:
             raise ValueError(

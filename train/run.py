@@ -79,7 +79,7 @@ def train(config: RunConfig) -> None:
     from data_prep.prepare import Preparation
     from data_prep.store import Online, Store
     from dflash.baselines import make_drafter
-    from dflash.config import Init, Kind
+    from dflash.config import Init
     from dflash.target import default_device, load_ends, start_from_target
     from train import launch
     from train.config import EngineKind
@@ -99,9 +99,7 @@ def train(config: RunConfig) -> None:
         else:
             store = Store(preparation.features_folder)
         torch.manual_seed(config.seed)
-        if config.drafter.kind != Kind.dflash:
-            preparation.drafter.drafter_kind = config.drafter.kind.value
-        drafter = make_drafter(preparation.drafter)
+        drafter = make_drafter(preparation.drafter, config.drafter.kind)
         ends = load_ends(
             preparation.target,
             preparation.drafter,

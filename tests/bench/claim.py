@@ -27,6 +27,7 @@ from train.evaluate import evaluation_prompts  # noqa: E402
 
 KINDS = ("dflash", "eagle3", "mtp")
 NEAREST = "arithmetic"  # the set on which every draft length is tried
+SETS = f"[{NEAREST},gsm_symbolic,humaneval,mt_bench]"
 
 
 def measure(target, drafters: dict, prompts: list, stops, config, sizes: dict) -> dict:
@@ -80,8 +81,8 @@ def verdict(lines: list[dict]) -> list[str]:
 
 
 def main(steps: str = "800", prompts: str = "12") -> None:
-    runs, common = ROOT / "runs/claim", ["+model=demo", f"cache.dir={ROOT}/.cache", f"evaluate.prompts={prompts}"]
-    drafters = {}
+    runs, drafters = ROOT / "runs/claim", {}
+    common = ["+model=demo", f"cache.dir={ROOT}/.cache", f"evaluate.sets={SETS}", f"evaluate.prompts={prompts}"]
     for kind in KINDS:
         overrides = [f"name={kind}-{steps}", f"runs={runs}", f"drafter.kind={kind}", f"optim.steps={steps}"]
         command = [sys.executable, "train/run.py", *common, "stage=train", *overrides, "evaluate.every=100000"]
