@@ -84,7 +84,8 @@ class Buffers(DynamicCache):
 
     def aim(self, index_BN: torch.Tensor, bound: int) -> "Buffers":
         """Where the next forward's N tokens are kept, and how many places it sees."""
-        self.index_BN, self.bound = index_BN, bound
+        self.places = torch.arange(len(index_BN), device=index_BN.device)[:, None], slice(None), index_BN
+        self.num_new, self.bound = index_BN.shape[1], bound
         return self
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
@@ -93,14 +94,13 @@ class Buffers(DynamicCache):
         if layer_idx not in self.held:  # zeros: what was never written is hidden, and hidden must not mean 0 * NaN
             shape = (*key_states.shape[:2], self.capacity)
             self.held[layer_idx] = tuple(x.new_zeros(*shape, x.shape[-1]) for x in both)
-        index = self.index_BN[:, None, :, None]
         for buffer, new in zip(self.held[layer_idx], both):
-            buffer.scatter_(2, index.expand_as(new), new)
+            buffer[self.places] = new.transpose(1, 2)
         return tuple(buffer[:, :, : self.bound] for buffer in self.held[layer_idx])
 
     def get_seq_length(self, layer_idx=0):
         """Places before the next forward's: of use where nothing is hidden; elsewhere Transformers is given a mask."""
-        return self.bound - self.index_BN.shape[1]
+        return self.bound - self.num_new
 
     def get_mask_sizes(self, *args):
         """(places seen, the first of them)"""
@@ -328,7 +328,7 @@ def generate(target, input_ids: torch.Tensor, max_new_tokens: int, drafter=None,
     return generate_batch(target, input_ids.tolist(), max_new_tokens, drafter, **options)[0]
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate_batch(
     target,
     prompts: list[list[int]],

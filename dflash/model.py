@@ -258,7 +258,6 @@ class DFlashDraftModel(PreTrainedModel):
         hidden_BQD = self(ends.embed(ids_BQ).to(self.dtype), features_BTF, positions_BN, mask, cache)
         return choose(ends.logits(hidden_BQD[:, 1:]))
 
-    @torch.no_grad()
     def spec_generate(
         self, target, input_ids, max_new_tokens, stop_token_ids=None, temperature=0.0, block_size=None, **sampling
     ):

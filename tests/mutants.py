@@ -605,6 +605,10 @@ MUTANTS = [
         "test_export.py::test_speculators_config_is_that_of_the_format",
     ),
     Mutant(
+        "a baseline is exported as DFlash", EXPORT, '["drafter"]["kind"]) != "dflash"', '["drafter"]["kind"]) == ""',
+        "test_export.py::test_a_baseline_is_not_exported",
+    ),
+    Mutant(
         "the door is open", EXPORT, "refuse(verify(part, drafter))", "verify(part, drafter)",
         "test_export.py::test_an_export_that_was_written_wrong_never_appears_and_the_older_one_stays",
     ),

@@ -21,7 +21,7 @@ from data_prep.regenerate import render
 from dflash.config import drafter_config
 from dflash.generate import generate
 from dflash.model import DFlashDraftModel
-from train.export import Format, export
+from train.export import Format, export, export_checkpoint
 from train.verify import geometry, verify
 
 THETA = 50000.0  # neither Transformers' default nor the tiny target's: a lost value shows
@@ -338,3 +338,13 @@ def test_geometry_is_what_the_drafter_computes_with(drafter):
     found = geometry(drafter)
     assert (found["taps"], found["mask_token_id"], found["block_size"]) == ([1, 2, 3], 260, 8)
     assert found["causal"] == [False] and found["windows"] == [None] and found["rope_theta"] == THETA
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "fused", "tokens"])
+def test_a_baseline_is_not_exported(tmp_path, kind):
+    path = tmp_path / "checkpoints/step-000001"
+    path.mkdir(parents=True)
+    (path / "trainer.json").write_text(json.dumps({"config": {"drafter": {"kind": kind}}}))
+    with pytest.raises(ValueError, match=rf"^path: {path} has a drafter of kind {kind}, expected dflash"):
+        export_checkpoint(helpers.config(tmp_path, f"path={path}"))
+    assert [found.name for found in tmp_path.rglob("export*")] == []

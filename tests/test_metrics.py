@@ -3,8 +3,12 @@ same prompts with the same drafter, sums done by hand, and repetition found by c
 """
 
 import itertools
+import json
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import run_helpers as helpers
@@ -13,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.regenerate import render
+from data_prep.store import Store
 from dflash.flops import step_flops
 from dflash.generate import generate
 from dflash.objective import ChunkedCrossEntropy
 from train import evaluate
 from train.config import EngineConfig, EvaluateConfig, OptimConfig
 from train.data import Step
-from train.engine import TorchEngine
+from train.engine import TorchEngine, start_process_group
 from train.evaluate import heldout_measures, walk
 from train.figures import PromptResult, loops, summarise
 from train.log import train_line
@@ -153,6 +158,55 @@ def test_heldout_measures_change_nothing_and_do_not_depend_on_budgets(trained):
     assert measured[0] == measured[1]
     assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
     assert all(parameter.grad is None for parameter in trained.parameters())
+
+
+PATTERNS = {  # how many drafts are right behind the anchor at a position of a row
+    "none": lambda row, at: 0,
+    "all": lambda row, at: 7,
+    "three, of whatever": lambda row, at: 3,
+    "mixed": lambda row, at: (3 * row + 5 * at) % 8,
+}
+BATCHINGS = (512, 16, 3)  # anchors of a bin
+
+
+def synthetic(folder: Path) -> dict:
+    """What this rank reports of the store in `folder`, for drafts that are right by a pattern and not by a model."""
+    config, store, found = helpers.config(folder), Store(folder / "store"), {}
+    for pattern, right in PATTERNS.items():
+
+        def block_loss(drafter, batch, ends, chunk, right=right):
+            blocks = batch.blocks
+            places = batch.features_TF[blocks.anchor_A, :2].long().tolist()
+            count_A = torch.tensor([right(row, at) for row, at in places])
+            return SimpleNamespace(right_AS=(torch.arange(8) <= count_A[:, None]) & (blocks.weight_AS > 0))
+
+        evaluate.block_loss = block_loss
+        for config.batch.bin_anchors in BATCHINGS:
+            rows = list(range(len(store)))
+            drafter = SimpleNamespace(device=CPU, dtype=torch.float32)
+            found[f"{pattern}, {config.batch.bin_anchors}"] = heldout_measures(drafter, None, store, rows, config)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_known_patterns_give_known_figures_for_every_batching_and_number_of_ranks(world, tmp_path):
+    masks = helpers.uneven_masks()
+    helpers.make_store(tmp_path / "store", masks, num_features=3 * 128)
+    outputs = helpers.run_ranks(Path(__file__), world, tmp_path)
+    for pattern, right in PATTERNS.items():
+        steps, whole = [], []
+        for row, mask in enumerate(masks):
+            for supervised, run in itertools.groupby(range(len(mask)), key=mask.__getitem__):
+                answer = list(run)
+                if supervised:
+                    steps += decode({at: right(row, at) for at in answer}, answer[0], len(answer))
+                    whole += [right(row, at) for at in answer[:-7]]
+        slots = [sum(n >= k for n in whole) / len(whole) for k in range(1, 8)]
+        expected = {"tau": sum(steps) / len(steps), "tau_anchor": 1 + sum(slots), "slot_acceptance": slots}
+        expected |= {"rows": len(masks), "verify_steps": len(steps), "blocks": len(whole)}
+        for output in outputs:
+            found = json.loads(output.splitlines()[-1])
+            assert all(found[f"{pattern}, {anchors}"] == expected for anchors in BATCHINGS), pattern
 
 
 NUMBERS = itertools.count()
@@ -334,3 +388,11 @@ def test_what_is_no_measure_is_counted():
     assert summarise([random, empty], 4)["flags"]["no_draft_accepted"]
     nothing = summarise([empty], 4)
     assert nothing["tau"] is None and not nothing["flags"]["no_draft_accepted"]
+
+
+if __name__ == "__main__":  # one rank of the patterns' test
+    torch.set_num_threads(1)
+    start_process_group(CPU, deepspeed=False)
+    print(json.dumps(synthetic(Path(sys.argv[1]))), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -227,15 +227,20 @@ def make_engine(drafter: nn.Module, optim: OptimConfig, engine: EngineConfig, de
     drafter.recompute = engine.checkpoint
     if engine.compile:
         drafter.compile()
-    several = dist.is_initialized() and dist.get_world_size() > 1
+    world = ranks()[1]
     kind = engine.kind
     if kind == EngineKind.auto:
-        kind = EngineKind.deepspeed if several else EngineKind.torch
+        kind = EngineKind.deepspeed if world > 1 else EngineKind.torch
     if kind == EngineKind.torch:
-        if several:
-            raise ValueError(f"engine.kind: found torch on {dist.get_world_size()} processes; use deepspeed")
+        if world > 1:
+            raise ValueError(f"engine.kind: found torch on {world} processes; use deepspeed")
         return TorchEngine(drafter, optim, engine, device)
     return DeepSpeedEngine(drafter, optim, engine, device)
+
+
+def ranks() -> tuple[int, int]:
+    """(this process's rank, how many there are)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def start_process_group(device: torch.device, deepspeed: bool) -> None:

@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from data_prep.config import DataConfig
 from data_prep.prepare import Preparation
 from data_prep.regenerate import render
-from data_prep.store import Store
+from data_prep.store import Row, Store
 from dflash.blocks import eligible_anchors
 from dflash.generate import Generation, generate
 from dflash.model import TargetEnds
 from dflash.objective import block_loss
 from train.config import EvaluateConfig, RunConfig
 from train.data import make_batch, to_device
+from train.engine import ranks
 from train.figures import PromptResult, loops, summarise
 from train.sets import load_set
 
@@ -35,36 +37,43 @@ NEAR_TIE = 2e-4  # in fp32, two orders of summation move logits by up to about 1
 def heldout_measures(drafter, ends: TargetEnds, store: Store, rows: list[int], config: RunConfig) -> dict:
     """tau, tau_anchor and slot acceptance on stored answers, every eligible anchor drafted once.
 
-    The walked tau equals what serving gives where the answers are the target's own greedy ones.
+    The walked tau equals what serving gives where the answers are the target's own greedy ones. Ranks share the rows
+    and exchange sums and counts: all return the same.
     """
-    emitted = num_steps = 0
-    right_S = torch.zeros(config.model.block_size, dtype=torch.long)
-    for index in rows:
-        row = store.row(index)
-        anchor_A = eligible_anchors(row.loss_mask_T)
-        accepted, right_AS, whole_A = [], [], []
-        for part_A in anchor_A.split(config.batch.bin_anchors):
-            batch = to_device(make_batch([row], [part_A], config.model), drafter.device, config.batch)
-            batch.features_TF = batch.features_TF.to(drafter.dtype)
-            result = block_loss(drafter, batch, ends, config.batch.chunk_slots)
-            run_AS = result.right_AS[:, 1:].long().cumprod(dim=1).cpu()
-            accepted += run_AS.sum(dim=1).tolist()
-            right_AS.append(run_AS)
-            whole_A.append(batch.blocks.weight_AS[:, -1].cpu() > 0)
-        run_AS, whole_A = torch.cat(right_AS), torch.cat(whole_A)
-        right_S[0] += whole_A.sum()
-        right_S[1:] += run_AS[whole_A].sum(dim=0)
-        for taken in walk(dict(zip(anchor_A.tolist(), accepted))):
-            emitted, num_steps = emitted + sum(taken), num_steps + len(taken)
-    slots = (right_S[1:].double() / right_S[0].clamp(min=1)).tolist()
+    rank, world = ranks()
+    counts = torch.zeros(2 + config.model.block_size, dtype=torch.long)
+    for index in rows[rank::world]:
+        counts += row_counts(drafter, ends, store.row(index), config)
+    if world > 1:
+        dist.all_reduce(counts := counts.to(drafter.device))
+    emitted, num_steps, num_blocks, *right = counts.tolist()
+    slots = [count / max(num_blocks, 1) for count in right]
     return {
         "tau": emitted / max(num_steps, 1),
         "tau_anchor": 1 + sum(slots),
         "slot_acceptance": slots,
         "rows": len(rows),
         "verify_steps": num_steps,
-        "blocks": int(right_S[0]),
+        "blocks": num_blocks,
     }
+
+
+def row_counts(drafter, ends: TargetEnds, row: Row, config: RunConfig) -> torch.Tensor:
+    """int64 [2 + S]: tokens and verifications when walked; whole blocks, and of these right up to slot 1, 2, ..."""
+    anchor_A = eligible_anchors(row.loss_mask_T)
+    accepted, counts = [], torch.zeros(2 + config.model.block_size, dtype=torch.long)
+    for part_A in anchor_A.split(config.batch.bin_anchors):
+        batch = to_device(make_batch([row], [part_A], config.model), drafter.device, config.batch)
+        batch.features_TF = batch.features_TF.to(drafter.dtype)
+        right_AS = block_loss(drafter, batch, ends, config.batch.chunk_slots).right_AS
+        run_AS = right_AS[:, 1:].long().cumprod(dim=1).cpu()
+        accepted += run_AS.sum(dim=1).tolist()
+        whole_A = batch.blocks.weight_AS[:, -1].cpu() > 0
+        counts[2] += whole_A.sum()
+        counts[3:] += run_AS[whole_A].sum(dim=0)
+    for taken in walk(dict(zip(anchor_A.tolist(), accepted))):
+        counts[:2] += torch.tensor([sum(taken), len(taken)])
+    return counts
 
 
 def walk(accepted: dict[int, int]) -> list[list[int]]:

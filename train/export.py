@@ -151,8 +151,8 @@ def export_checkpoint(config: RunConfig) -> Path:
     if not (path / "trainer.json").exists():
         raise ValueError(f"path: {path} is not a complete checkpoint, expected a trainer.json in it")
     trainer, folder = read_json(path / "trainer.json"), path.parents[1] / "export"
-    if (kind := trainer["config"].get("drafter", {}).get("kind", "dflash")) != "dflash":
-        raise ValueError(f"path: {path} is of an {kind} drafter, expected dflash; no engine runs this baseline")
+    if (kind := trainer["config"]["drafter"]["kind"]) != "dflash":
+        raise ValueError(f"path: {path} has a drafter of kind {kind}, expected dflash; no engine runs this baseline")
     weights = sampled_digest(path / "state.safetensors")
     training = trainer["training"] | {"steps": trainer["step"], "checkpoint": {"name": path.name, "hash": weights}}
     training["config"] = {name: trainer["config"][name] for name in ("data", "cache", "batch", "optim", "evaluate")}

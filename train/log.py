@@ -7,12 +7,12 @@ import resource
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from dflash.flops import peak_flops, step_flops
 from dflash.model import DFlashDraftModel
 from train.config import LogConfig, RunConfig, Wandb
 from train.data import Step
+from train.engine import ranks
 
 SUSPICIOUS = 0.97  # share of blocks with a right slot 1 that no published drafter reaches
 
@@ -82,7 +82,7 @@ def train_line(step: int, total: int, window: list[tuple], lr: float, norms: lis
     right_S = sum(sums.right_S for _, sums in window).double()
     slots = (right_S[1:] / right_S[0].clamp(min=1)).tolist()
     taken, waited = seconds
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = ranks()[1]
     per_second = {
         f"{name}_per_second_per_rank": sum(getattr(now, f"num_{name}") for now, _ in window) / taken / world
         for name in ("tokens", "anchors")

@@ -20,7 +20,7 @@ from dflash.objective import Objective, block_loss
 from train import checkpoint
 from train.config import BatchConfig, OptimConfig, RunConfig, Schedule
 from train.data import Step, Steps, split_rows, to_device
-from train.engine import make_engine
+from train.engine import make_engine, ranks
 from train.evaluate import heldout_measures
 from train.log import Log, heldout_line, landmarks, profiler, train_line, useful_flops
 
@@ -35,7 +35,7 @@ class Sums:
 
     def reduce(self, stop: bool) -> bool:
         """Add up over the ranks; returns whether any of them wants to stop."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if ranks()[1] > 1:
             wish = torch.tensor([stop], dtype=torch.float64, device=self.loss.device)
             both = torch.cat((self.loss[None].double(), self.right_S.double(), wish))
             dist.all_reduce(both)
@@ -157,7 +157,7 @@ def fit(
     training: what a checkpoint and an export say of where they come from. Raises SystemExit, after a checkpoint was
     written, where a signal asked to stop.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = ranks()
     optim, store.reads_last = config.optim, config.optim.objective == Objective.distill
     rows, heldout = split_rows(store, config.data.heldout)
     weights = [source.weight for source in config.data.sources]
@@ -193,7 +193,7 @@ def fit(
                 log.write(*train_line(step, total, window, lr, norms, flops, (seconds, waited), skips))
                 window, waited, began = [], 0.0, time.perf_counter()
             tau = 0.0  # of a step that is not measured: it shall not pass for the best
-            if measure and rank == 0:
+            if measure:
                 measured = heldout_measures(engine, ends, store, heldout[: config.evaluate.rows], config)
                 tau = measured["tau"]
                 log.write(*heldout_line(step, measured))
@@ -225,13 +225,13 @@ def refuse_other_run(config: RunConfig, training: dict, trainer: dict, path: Pat
     mine, saved = describe(config), trainer["config"]
     compared = {
         "model": (mine["model"], saved["model"]),
-        "drafter": (mine["drafter"], saved.get("drafter", mine["drafter"])),
+        "drafter": (mine["drafter"], saved["drafter"]),
         "data.heldout": (mine["data"]["heldout"], saved["data"]["heldout"]),
         "the weights of data.sources": tuple([s["weight"] for s in c["data"]["sources"]] for c in (mine, saved)),
         "optim.objective": (mine["optim"]["objective"], saved["optim"]["objective"]),
         "the features' recipe": (training["features"], trainer["training"]["features"]),
         "batch.rows_per_step": (mine["batch"]["rows_per_step"], saved["batch"]["rows_per_step"]),
-        "batch.anchors": (mine["batch"]["anchors"], saved["batch"].get("anchors", "random")),
+        "batch.anchors": (mine["batch"]["anchors"], saved["batch"]["anchors"]),
         "batch.anchors_per_row": (mine["batch"]["anchors_per_row"], saved["batch"]["anchors_per_row"]),
         "seed": (mine["seed"], saved["seed"]),
     }
