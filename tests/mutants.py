@@ -45,6 +45,7 @@ DRAFTS = "test_generate.py::test_a_batch_is_drafted_as_single_runs_are"
 
 BASELINE = "dflash/baselines.py"
 UNROLLED = "test_baselines.py::test_unrolled_training_is_the_reference"
+PATTERNS = "test_metrics.py::test_known_patterns_give_known_figures_for_every_batching_and_number_of_ranks"
 DRAFTED = "test_baselines.py::test_serving_is_the_reference"
 
 SERVER, AT_SERVER = "train/server.py", "train/evaluate_server.py"
@@ -154,6 +155,9 @@ MUTANTS = [
            "state[\"before\"] = before_BNF[:, -1:]", DRAFTED),
     Mutant("a baseline's drafts stand one place too early", BASELINE, "length_B1 + len(drafts)",
            "length_B1 + len(drafts) - 1", DRAFTED),
+    Mutant("ranks' counts are not added up", EVALUATE, "dist.all_reduce(counts :=", "(counts :=", PATTERNS),
+    Mutant("every rank measures all rows", EVALUATE, "in rows[rank::world]", "in rows", PATTERNS),
+    Mutant("bins of a row are walked one by one", EVALUATE, "accepted += run_AS", "accepted = run_AS", PATTERNS),
     Mutant("fixed anchors are neighbours", DATA, "[:: self.model.block_size][:count]", "[:count]",
            "test_data.py::test_fixed_anchors_cut_answers_into_blocks"),
     Mutant("an ablation is another", "configs/ablation/fused.yaml", "kind: fused", "kind: tokens",

@@ -47,8 +47,9 @@ def main(steps: str = "300") -> None:
         folder = runs / f"{name}-{seed}"
         overrides = [
             "+model=demo", f"+ablation={name}", "stage=train", f"name={folder.name}", f"runs={runs}", f"seed={seed}",
-            "data.limit=1200", "data.heldout=0.08", f"optim.steps={steps}", f"optim.warmup={WARMUP / int(steps)}",
-            "evaluate.every=100000", "evaluate.rows=1", f"cache.dir={ROOT}/.cache",
+            "data.limit=1200", "data.heldout=0.08", f"optim.steps={steps}",
+            f"optim.warmup={min(WARMUP / int(steps), 0.5)}", "evaluate.every=100000", "evaluate.rows=1",
+            f"cache.dir={ROOT}/.cache",
         ]  # fmt: skip
         if not (folder / "measured.json").exists():
             command = [sys.executable, "train/run.py", *overrides]
