@@ -79,12 +79,11 @@ def train(config: RunConfig) -> None:
     from data_prep.prepare import Preparation
     from data_prep.store import Online, Store
     from dflash.baselines import make_drafter
-    from dflash.config import Init
-    from dflash.target import default_device, load_ends, start_from_target
+    from dflash.target import default_device, load_ends
     from train import launch
     from train.config import EngineKind
     from train.engine import start_process_group
-    from train.trainer import fit, read_through, start_at_uniform
+    from train.trainer import fit, start
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -101,21 +100,10 @@ def train(config: RunConfig) -> None:
         torch.manual_seed(config.seed)
         drafter = make_drafter(preparation.drafter, config.drafter.kind)
         ends = load_ends(
-            preparation.target,
-            preparation.drafter,
-            dtype=getattr(torch, config.engine.dtype),
-            revision=config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        if preparation.released is not None:
-            drafter.load_state_dict(preparation.released.tensors, strict=True)
-        elif config.model.init == Init.target:
-            sample = [store.row(i).features_TF.float().cpu() for i in range(min(len(store), 8))]
-            sample_TF = store.codec.lift(torch.cat(sample))
-            start_from_target(drafter, preparation.target, sample_TF, config.model.revision)
-        else:
-            start_at_uniform(drafter, ends)
-        read_through(drafter, store.codec)
+            preparation.target, preparation.drafter, dtype=getattr(torch, config.engine.dtype),
+            revision=config.model.revision, trust_remote_code=config.model.trust_remote_code,
+        )  # fmt: skip
+        start(drafter, ends, store, preparation, config.model)
         fit(config, store, drafter, ends, device, preparation.provenance(store))
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -138,7 +126,7 @@ def finish(config: RunConfig) -> None:
     if stage in (Stage.all, Stage.export):
         folder = export_checkpoint(config)
     if stage in (Stage.all, Stage.evaluate):
-        evaluate_here = evaluate_server if config.evaluate.server else evaluate_export
+        evaluate_here = evaluate_server if config.evaluate.servers else evaluate_export
         evaluate_here(config, folder or config.folder / "export")
     if config.push_to_hub is not None and stage in (Stage.all, Stage.push):
         publish(folder or config.folder / "export", config.push_to_hub, config.private, config.dry_run)

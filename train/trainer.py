@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from data_prep.codec import Codec
 from data_prep.files import file_digest
-from data_prep.prepare import describe
+from data_prep.prepare import Preparation, describe
 from data_prep.store import CODEC, Store
+from dflash.config import Init, ModelConfig
 from dflash.model import DFlashDraftModel, TargetEnds
 from dflash.objective import Objective, block_loss
+from dflash.target import start_from_target
 from train import checkpoint
 from train.config import BatchConfig, OptimConfig, RunConfig, Schedule
 from train.data import Step, Steps, split_rows, to_device
@@ -41,6 +43,18 @@ class Sums:
             dist.all_reduce(both)
             self.loss, self.right_S, stop = both[0], both[1:-1], bool(both[-1])
         return stop
+
+
+def start(drafter: DFlashDraftModel, ends: TargetEnds, store: Store, preparation: Preparation, model: ModelConfig):
+    """Give a fresh drafter what it starts from: a released one's weights, its target's last layers, or random ones."""
+    if preparation.released is not None:
+        drafter.load_state_dict(preparation.released.tensors, strict=True)
+    elif model.init == Init.target:
+        sample = [store.row(i).features_TF.float().cpu() for i in range(min(len(store), 8))]
+        start_from_target(drafter, preparation.target, store.codec.lift(torch.cat(sample)), model.revision)
+    else:
+        start_at_uniform(drafter, ends)
+    read_through(drafter, store.codec)
 
 
 @torch.no_grad()
