@@ -658,8 +658,21 @@ MUTANTS = [
         "tau = fast.tokens / drafts", "test_evaluate_server.py::test_sglang_counts_verifications",
     ),
     Mutant(
-        "both servers say what came before", AT_SERVER, "None if passes or done else follow",
-        "None if passes else follow", "test_evaluate_server.py::test_figures_are_those_of_the_script",
+        "every server says what came before", AT_SERVER, "follow = None", "pass",
+        "test_evaluate_server.py::test_figures_are_those_of_the_script",
+    ),
+    Mutant(
+        "drafters' counters are mixed up", AT_SERVER, "done = server.ask(", "done = [*servers.values()][-1].ask(",
+        "test_evaluate_server.py::test_each_drafter_is_measured_next_to_the_others",
+    ),
+    Mutant(
+        "the target alone is asked last", AT_SERVER, 'lambda name: name != "alone"', 'lambda name: name == "alone"',
+        "test_evaluate_server.py::test_each_drafter_is_measured_next_to_the_others",
+    ),
+    Mutant(
+        "a failure of the target alone counts for each drafter", AT_SERVER, '{p["concurrency"]: p["alone"] for',
+        '{id(p): p["alone"] for',
+        "test_evaluate_server.py::test_failed_requests_are_counted_and_end_it_behind_the_report",
     ),
     Mutant(
         "foreign requests pass", AT_SERVER, "(more := max(told - emitted - allowed,", "(more := max(0,",

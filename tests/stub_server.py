@@ -148,7 +148,8 @@ class StubEngine(StubServer):
 
     def page(self, path: str) -> str | None:
         if path == "/v1/models":
-            return json.dumps({"data": [{"id": name, "root": root} for name, root in self.models]})
+            owner = self.kind.split()[0]
+            return json.dumps({"data": [{"id": id, "root": root, "owned_by": owner} for id, root in self.models]})
         if path == "/get_server_info" and self.kind != "vllm":
             return json.dumps({"version": "stub 2.0"})
         if path == "/version" and self.kind == "vllm":

@@ -171,18 +171,20 @@ class EvaluateConfig:
     identity_prompts: int = 4  # of each set, compared token for token in fp32
     identity_tokens: int = 48
     block_size: int | None = None  # at most the trained one, which is the default
-    server: str = ""  # base URL of a vLLM or SGLang server with a drafter: stage=evaluate measures it instead
-    server_alone: str = ""  # the same target without one, for the ratio; it also answers the turns before the last
+    # Base URLs of vLLM or SGLang servers by the drafter's name, `alone` for the target without one: stage=evaluate
+    # measures these instead. '+evaluate.servers={alone: http://HOST:8001/v1, eagle3: http://HOST:8002/v1}'
+    servers: dict[str, str] = field(default_factory=dict)
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])  # requests at a time at a server, one by one
 
     def __post_init__(self):
         check_positive("evaluate", self)
-        for name in ("server", "server_alone"):
-            url = getattr(self, name)
-            if url and not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
-                raise ValueError(f"evaluate.{name}: found {url!r}, expected a base URL as http://HOST:8000/v1")
-        if self.server_alone and not self.server:
-            raise ValueError("evaluate.server: nothing found, expected the server with a drafter too")
+        for name, url in self.servers.items():
+            if not re.fullmatch(r"[\w-]+", name):
+                raise ValueError(f"evaluate.servers: found the name {name!r}, expected letters, digits, - and _")
+            if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", str(url)):
+                raise ValueError(f"evaluate.servers.{name}: found {url!r}, expected a base URL as http://HOST:8000/v1")
+        if {*self.servers} == {"alone"}:
+            raise ValueError("evaluate.servers: found alone only, expected a server with a drafter too")
         if not self.concurrency or min(self.concurrency) < 1 or len({*self.concurrency}) < len(self.concurrency):
             raise ValueError(f"evaluate.concurrency: found {self.concurrency}, expected different numbers, 1 or more")
         check_least("evaluate", self, temperature=0.0, top_k=0)
@@ -249,10 +251,10 @@ class RunConfig:
                 f"drafter.kind: found {self.drafter.kind.value} with {found[0]}, expected dflash; a baseline is trained"
                 " (stage=train) and compared (docs/comparison.md), no engine runs it"
             )
-        if self.evaluate.server and self.stage != Stage.evaluate:
+        if self.evaluate.servers and self.stage != Stage.evaluate:
             raise ValueError(
-                f"evaluate.server: found {self.evaluate.server} with stage={self.stage.value}, expected stage=evaluate"
-                " path=EXPORT: a server runs an export that is there"
+                f"evaluate.servers: found {', '.join(self.evaluate.servers)} with stage={self.stage.value}, expected"
+                " stage=evaluate path=EXPORT: a server runs an export that is there"
             )
         if self.optim.objective == Objective.distill and not self.cache.last:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""A running server, vLLM or SGLang, on the evaluation's prompts: tau from its own counters, speed at several loads.
+"""Running servers, vLLM or SGLang, on the evaluation's prompts: tau from their own counters, speed at several loads.
 
-The server may run any drafter (DFlash, EAGLE-3, MTP): it is the engine that counts. Prompts go as token ids with the
-settings of evaluate.*. Later turns hold what evaluate.server_alone said before, or else the server with the drafter.
+A server may run any drafter (DFlash, EAGLE-3, MTP): it is the engine that counts. Prompts go as token ids with the
+settings of evaluate.*. Later turns hold what the target alone said before, or else the first server with a drafter.
 """
 
 from collections import Counter
@@ -21,16 +21,16 @@ from train.server import Pass, Server
 from train.verify import read_training
 
 
-def require_drafts(field: str, warm: Pass) -> None:
+def require_drafts(name: str, warm: Pass) -> None:
     """Raise ValueError for a server that does not draft though it should, or the other way round."""
     found = "drafts" in warm.counts or warm.counts["verify_calls"] or warm.counts["averages"]
-    if field == "server" and not found and not warm.failed:
+    if name != "alone" and not found and not warm.failed:
         raise ValueError(
-            "evaluate.server: no speculative counters found, expected a server with a drafter; SGLang shows them with"
-            " --enable-metrics"
+            f"evaluate.servers.{name}: no speculative counters found, expected a server with a drafter; SGLang shows"
+            " them with --enable-metrics"
         )
-    if field == "server_alone" and found:
-        raise ValueError("evaluate.server_alone: found speculative counters, expected a server without a drafter")
+    if name == "alone" and found:
+        raise ValueError("evaluate.servers.alone: found speculative counters, expected a server without a drafter")
 
 
 def figures(fast: Pass, alone: Pass | None) -> dict:
@@ -46,6 +46,7 @@ def figures(fast: Pass, alone: Pass | None) -> dict:
     positions = sorted(word for word in counts if isinstance(word, int))
     compared = alone is not None and alone.tokens > 0
     return {
+        "block_size": len(positions) + 1 if positions else None,
         "requests": fast.requests,
         "tau": tau[0],
         "tau_from": tau[1],
@@ -62,7 +63,7 @@ def figures(fast: Pass, alone: Pass | None) -> dict:
 def remarks(found: dict, counts: Counter) -> Iterator[str]:
     """What makes the figures of a pass worth less than they look."""
     emitted = found["tokens"] - found["requests"]
-    allowed = (len(found["slot_acceptance"]) + 1) * found["requests"]  # the last blocks may reach behind the ends
+    allowed = (found["block_size"] or 1) * found["requests"]  # the last blocks may reach behind the ends
     told = emitted if found["accepted"] is None else found["drafts"] + found["accepted"]
     if (more := max(told - emitted - allowed, counts["generated"] - found["tokens"])) > 0:
         yield f"the engine counted {more:.0f} tokens more than we can have got; does anyone else ask it?"
@@ -73,31 +74,35 @@ def remarks(found: dict, counts: Counter) -> Iterator[str]:
 
 
 def measure_servers(config: EvaluateConfig, sets: dict, tokenizer, stops, targets: list[str], follow) -> dict:
-    """{"engine", "model", "sets": {name: measure_set's}}. sets: first turns, by name; follow: see Server.ask."""
-    servers = {}
+    """{"servers": {name: {"engine", "version", "model"}}, "sets": {name: measure_set's}}. sets: first turns, by name;
+    follow: see Server.ask."""
+    servers, about = {}, {}
     with ExitStack() as stack:
-        for field in ("server_alone", "server"):
-            if getattr(config, field):
-                servers[field] = stack.enter_context(Server(field, config, tokenizer, stops, targets))
-                warm = servers[field].ask([[prompt] for prompt in next(iter(sets.values()), [])[:2]], 1)  # not counted
-                require_drafts(field, warm)
-        about = {"name": "vLLM" if "drafts" in warm.counts else "SGLang", "version": server_version(config.server)}
+        for name in sorted(config.servers, key=lambda name: name != "alone"):  # alone first, the others as given
+            servers[name] = server = stack.enter_context(Server(name, config, tokenizer, stops, targets))
+            warm = server.ask([[prompt] for prompt in next(iter(sets.values()), [])[:2]], 1)  # not counted
+            require_drafts(name, warm)
+            version = server_version(server.url)
+            about[name] = {"engine": server.engine, "version": version, "model": server.model}
         report = {name: measure_set(servers, prompts, config.concurrency, follow) for name, prompts in sets.items()}
-    return {"engine": about, "model": servers["server"].model, "sets": report}
+    return {"servers": about, "sets": report}
 
 
 def measure_set(servers: dict[str, Server], prompts: list, concurrency: list[int], follow) -> dict:
-    """A set at every concurrency: the target alone, if there is such a server, then with the drafter."""
-    conversations, passes = [[prompt] for prompt in prompts], []
+    """A set at every concurrency: the target alone, if there is such a server, then each drafter's."""
+    conversations, passes, alone = [[prompt] for prompt in prompts], [], None
     for at_once in concurrency:
-        done = {}
-        for field, server in servers.items():  # the very first pass finds the later turns
-            done[field] = server.ask(conversations, at_once, None if passes or done else follow)
-        found = figures(done["server"], done.get("server_alone"))
-        lines = list(remarks(found, done["server"].counts))
-        if at_once > len(conversations):
-            lines.append(f"{len(conversations)} conversations were never more requests at a time")
-        passes.append({"concurrency": at_once, **found, "remarks": lines})
+        for name, server in servers.items():
+            done = server.ask(conversations, at_once, follow)
+            follow = None  # the very first pass found the later turns
+            if name == "alone":
+                alone = done
+                continue
+            found = figures(done, alone)
+            lines = list(remarks(found, done.counts))
+            if at_once > len(conversations):
+                lines.append(f"{len(conversations)} conversations were never more requests at a time")
+            passes.append({"drafter": name, "concurrency": at_once, **found, "remarks": lines})
     turns = list(chain.from_iterable(conversations))
     asked = {"prompts": len(conversations), "turns": len(turns), "prompts_sha256": sha256([p.ids for p in turns])}
     return asked | {"passes": passes}
@@ -105,13 +110,15 @@ def measure_set(servers: dict[str, Server], prompts: list, concurrency: list[int
 
 def table(sets: dict) -> str:
     """The report as the table that a user reads."""
-    head = f"{'set':14} {'prompts':>7} {'at once':>7} {'tau':>5} {'alone':>7} {'drafted':>8} {'ratio':>6} {'tokens':>7}"
-    lines = [f"{head} {'drafts':>7} {'failed':>6}  slot acceptance"]
+    head = (
+        f"{'set':14} {'prompts':>7} {'drafter':10} {'at once':>7} {'tau':>5} {'alone':>7} {'drafted':>8} {'ratio':>6}"
+    )
+    lines = [f"{head} {'tokens':>7} {'drafts':>7} {'failed':>6}  slot acceptance"]
     for name, r in sets.items():
         for p in r["passes"]:
             alone = p["alone"] or {"tokens_per_second": None, "failed": {}}
             lines.append(
-                f"{name:14} {prompts_and_turns(r):>7} {p['concurrency']:>7} {number(p['tau']):>5}"
+                f"{name:14} {prompts_and_turns(r):>7} {p['drafter']:10} {p['concurrency']:>7} {number(p['tau']):>5}"
                 f" {number(alone['tokens_per_second'], 1):>7} {p['tokens_per_second']:>8.1f} {number(p['ratio']):>6}"
                 f" {p['tokens']:>7} {p['drafts']:>7} {sum([*p['failed'].values(), *alone['failed'].values()]):>6}"
                 f"  {' '.join(f'{share:.2f}' for share in p['slot_acceptance'])}"
@@ -120,7 +127,7 @@ def table(sets: dict) -> str:
 
 
 def evaluate_server(config: RunConfig, folder: Path) -> None:
-    """Measure evaluate.server on the configured sets; write evaluation-server.json into the export, print the table.
+    """Measure evaluate.servers on the configured sets; write evaluation-server.json into the export, print the table.
 
     Raises OSError, after all that, where requests failed.
     """
@@ -133,17 +140,18 @@ def evaluate_server(config: RunConfig, folder: Path) -> None:
     report["unlike_training"] = unlike_training(config, training["config"]["data"])
     warnings, failed = [*report["unlike_training"]], Counter()
     for name, r in report["sets"].items():
-        slots = r["passes"][0]["slot_acceptance"]  # blocks and proposals are the server's own
-        own = {"block_size": len(slots) + 1 if slots else None, "sampled_proposals": None}
-        r["settings"] = recorded_settings(config, stops) | own
+        r["settings"] = recorded_settings(config, stops)
+        alone = {p["concurrency"]: p["alone"] for p in r["passes"] if p["alone"]}  # drafters share it: counted once
+        for server, p in [*((p["drafter"], p) for p in r["passes"]), *(("alone", p) for p in alone.values())]:
+            failed.update({(server, reason): count for reason, count in p["failed"].items()})
         for p in r["passes"]:
-            warnings += [f"{name}, {p['concurrency']} at once: {line}" for line in p["remarks"]]
-            failed += Counter(p["failed"]) + Counter((p["alone"] or {"failed": {}})["failed"])
+            warnings += [f"{name}, {p['drafter']}, {p['concurrency']} at once: {line}" for line in p["remarks"]]
     write_json(folder / "evaluation-server.json", {"target": targets[0], **report})
     print(table(report["sets"]))
     for line in warnings:
         print(f"evaluate: warning: {line}")
-    for reason, count in failed.most_common():
-        print(f"evaluate: {count} requests failed: {reason}", flush=True)
+    lines = [f"evaluate.servers.{server}: {n} requests failed: {why}" for (server, why), n in failed.most_common()]
+    for line in lines:
+        print(line, flush=True)
     if failed:
-        raise OSError(f"evaluate.server: {failed.total()} requests failed: {failed.most_common(1)[0][0]}")
+        raise OSError(lines[0])

@@ -19,7 +19,7 @@ from train.config import RunConfig
 from train.evaluate import evaluate, evaluation_prompts, next_turn
 from train.verify import TRAINING, is_speculators, read_training
 
-OF_SERVERS = ("server", "server_alone", "concurrency")  # keys of evaluate.* that do not change what is measured here
+OF_SERVERS = ("servers", "concurrency")  # keys of evaluate.* that do not change what is measured here
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -139,8 +139,6 @@ def recorded_settings(config: RunConfig, stops: set[int]) -> dict:
         "template_arguments": template_arguments(config.data),
         "thinking": config.data.thinking,
         "sampling": {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "seed")},
-        "sampled_proposals": settings.sampled_proposals,
-        "block_size": settings.block_size or config.model.block_size,
         "max_new_tokens": settings.max_new_tokens,
         "stop_ids": sorted(stops),
     }
@@ -153,7 +151,10 @@ def measure(config: RunConfig, folder: Path) -> dict:
     load_drafter = lambda dtype: DFlashDraftModel.from_pretrained(folder, dtype=dtype).to(default_device()).eval()  # noqa: E731
     follow = partial(next_turn, preparation.tokenizer, config.data, stops)
     measured = evaluate(preparation.load_target, load_drafter, sets, stops, settings, follow)
-    recorded = recorded_settings(config, stops)
+    recorded = recorded_settings(config, stops) | {
+        "sampled_proposals": settings.sampled_proposals,
+        "block_size": settings.block_size or config.model.block_size,
+    }
     return {
         "target": preparation.target_name(),
         "device": device_name(),

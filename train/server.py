@@ -58,29 +58,30 @@ class Pass(NamedTuple):
 
 
 class Server:
-    """The server at evaluate.`field`, asked with the settings of the evaluation while it is entered.
+    """The server at evaluate.servers.`name`, asked with the settings of the evaluation while it is entered.
 
     Raises OSError where none answers, ValueError where none of its models is one of `targets`: of paths, the last part
     counts.
     """
 
-    def __init__(self, field: str, config: EvaluateConfig, tokenizer, stops: set[int], targets: list[str]):
-        self.field, self.config, self.tokenizer, self.stops = field, config, tokenizer, stops
-        self.url = f"{getattr(config, field).rstrip('/').removesuffix('/v1')}/v1"
+    def __init__(self, name: str, config: EvaluateConfig, tokenizer, stops: set[int], targets: list[str]):
+        self.name, self.config, self.tokenizer, self.stops = f"evaluate.servers.{name}", config, tokenizer, stops
+        self.url = f"{config.servers[name].rstrip('/').removesuffix('/v1')}/v1"
         self.client = httpx.Client(timeout=600, limits=httpx.Limits(max_connections=max(config.concurrency)))
         try:
             told = self.client.get(f"{self.url}/models").raise_for_status().json()["data"]
             models = {m["id"]: {Path(m["id"]).name.lower(), Path(m.get("root") or m["id"]).name.lower()} for m in told}
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise OSError(f"evaluate.{field}: {self.url} does not tell its models ({reason}); is it up?") from None
+            raise OSError(f"{self.name}: {self.url} does not tell its models ({reason}); is it up?") from None
         wanted = {Path(target).name.lower() for target in targets}
         self.model = next((model for model, names in models.items() if names & wanted), None)
         if self.model is None:
             raise ValueError(
-                f"evaluate.{field}: found a server of {sorted(models)}, expected the export's target {targets[0]};"
+                f"{self.name}: found a server of {sorted(models)}, expected the export's target {targets[0]};"
                 " if it is that, start it with --served-model-name"
             )
+        self.engine = next(m.get("owned_by") for m in told if m["id"] == self.model)  # vllm or sglang, in its own word
 
     def __enter__(self):
         return self
@@ -92,7 +93,7 @@ class Server:
         try:
             return read_counters(self.client, self.url)
         except httpx.HTTPError as error:
-            raise OSError(f"evaluate.{self.field}: its counters cannot be read: {str(error).splitlines()[0]}") from None
+            raise OSError(f"{self.name}: its counters cannot be read: {str(error).splitlines()[0]}") from None
 
     def answer(self, prompt, salt: str) -> dict | str:
         """{answer_ids, tokens}, or why there is none. No request is repeated: it would be drafted twice."""

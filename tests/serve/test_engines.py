@@ -263,16 +263,18 @@ def test_a_servers_own_counters_agree_with_ours(ours, server, monkeypatch):
     """What stage=evaluate reports of a server, against our loop: tokens, drafts, acceptance of each slot, tau."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     prompts = [Prompt(str(number), ids) for number, ids in enumerate(ours["prompts"])]
-    settings = EvaluateConfig(server=server, concurrency=[1, 2], max_new_tokens=NEW)
+    settings = EvaluateConfig(servers={"dflash": server}, concurrency=[1, 2], max_new_tokens=NEW)
     targets = [str(helpers.TINY)]
     report = measure_servers(settings, {"own": prompts}, helpers.tokenizer(), set(), targets, lambda *_: None)
     raw = [n for run in ours["runs"] for n in run.accepted_raw]
-    assert report["engine"]["name"] == "vLLM" and report["model"] == str(helpers.TINY)
+    about = report["servers"]["dflash"]
+    assert about["engine"] == "vllm" and about["model"] == str(helpers.TINY)
     for found in report["sets"]["own"]["passes"]:
         assert (found["requests"], found["tokens"], found["failed"]) == (PROMPTS, PROMPTS * NEW, {})
         assert (found["drafts"], found["accepted"]) == (len(raw), sum(raw) - len(raw))
         assert found["slot_acceptance"] == pytest.approx([sum(n > k for n in raw) / len(raw) for k in range(1, S)])
         assert found["tau"] == pytest.approx(sum(raw) / len(raw)) and found["remarks"] == []
+        assert (found["drafter"], found["block_size"]) == ("dflash", S)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
