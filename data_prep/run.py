@@ -113,7 +113,10 @@ def _explain(error: Exception, overrides: list[str], models: list[str]) -> str:
     if given is not None and given not in {f"+model={name}" for name in models}:
         return f"model: found {given!r}, expected +model=NAME with one of {models}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    return f"{getattr(cause, 'full_key', None) or 'config'}: {str(cause).splitlines()[0]}"
+    line = str(cause).splitlines()[0]
+    if "is not in struct" in line:  # the key itself is known by now: it is one of a dict
+        line += "; put a + before the override, as in '+evaluate.local={gsm8k: PATH}'"
+    return f"{getattr(cause, 'full_key', None) or 'config'}: {line}"
 
 
 def run_main(main, name: str, schema: type) -> None:

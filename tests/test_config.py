@@ -78,6 +78,7 @@ def test_a_missing_or_unknown_model_lists_all(overrides):
         ("log.every=0", ["log.every", "0"]),
         ("evaluate.every=0", ["evaluate.every", "0"]),
         ("optim.lr", ["optim.lr"]),
+        ("evaluate.servers={eagle3: http://h}", ["evaluate.servers.eagle3", "put a + before"]),
     ],
 )
 def test_a_bad_value_is_refused_by_name(override, words):
