@@ -158,6 +158,8 @@ MUTANTS = [
     Mutant("ranks' counts are not added up", EVALUATE, "dist.all_reduce(counts :=", "(counts :=", PATTERNS),
     Mutant("every rank measures all rows", EVALUATE, "in rows[rank::world]", "in rows", PATTERNS),
     Mutant("bins of a row are walked one by one", EVALUATE, "accepted += run_AS", "accepted = run_AS", PATTERNS),
+    Mutant("a bad file's line hides the key", "data_prep/run.py", 'lines[lines[0].endswith("while composing config:")]',
+           "lines[0]", "test_config.py::test_an_unknown_key_in_a_file_is_named"),
     Mutant("fixed anchors are neighbours", DATA, "[:: self.model.block_size][:count]", "[:count]",
            "test_data.py::test_fixed_anchors_cut_answers_into_blocks"),
     Mutant("an ablation is another", "configs/ablation/fused.yaml", "kind: fused", "kind: tokens",

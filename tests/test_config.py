@@ -215,6 +215,12 @@ def test_baselines_are_trained_and_no_more():
         assert f"mtp with {unfit.removesuffix('=somewhere')}, expected dflash" in found
 
 
+def test_an_unknown_key_in_a_file_is_named(tmp_path):
+    saved = {"config": {"model": {"target": "tiny", "taps": [1], "hidden_size": 8, "blok_size": 8}}}
+    (tmp_path / "trainer.json").write_text(json.dumps(saved))
+    assert "Key 'blok_size' not in 'ModelConfig'" in refused(f"path={tmp_path}", "stage=verify")
+
+
 @pytest.mark.parametrize(
     "name, layers, taps, block, mask, depth",
     [  # z-lab's released checkpoints and the paper's settings (arXiv 2602.06036)

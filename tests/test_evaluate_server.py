@@ -249,7 +249,7 @@ def test_nobody_listens():
         ({"servers": {"mtp": "localhost:8000"}}, "evaluate.servers.mtp: found 'localhost:8000', expected a base URL"),
         ({"servers": {"mtp": "http://h/v1?x"}}, "evaluate.servers.mtp: found"),
         ({"servers": {"mtp": "http://h", "alone": "ftp://h"}}, "evaluate.servers.alone: found 'ftp://h'"),
-        ({"servers": {"a": {"b": "http://h"}}}, "evaluate.servers.a: found {'b'"),  # +evaluate.servers.a.b=http://h
+        ({"servers": {"a": {"b": "http://h"}}}, "evaluate.servers.a: found {'b'"),  # {a: {b: http://h}}
         ({"servers": {"": "http://h"}}, "evaluate.servers: found the name ''"),
         ({"servers": {"a b": "http://h"}}, "evaluate.servers: found the name 'a b'"),
         ({"servers": {"alone": "http://h"}}, "evaluate.servers: found alone only"),

@@ -1,6 +1,6 @@
 """The method's claim: at equal acceptance length a block drafter is faster than one that drafts token by token.
 
-    python tests/bench/claim.py [steps] [prompts of each set]
+    python tests/bench/claim.py [steps] [prompts of each set but the first, which has 24]
 
 DFlash and the two baselines of dflash/baselines.py on the demo's target: one cache, equal optimiser steps and
 near-equal parameters; then the target alone and each drafter, the baselines at every draft length, on the same prompts,
