@@ -6,6 +6,7 @@ tests are first run on an unchanged copy, where they must pass. Exit 1 if any fa
     python tests/mutants.py [words]      only entries whose name contains one of the words
 """
 
+import ast
 import os
 import queue
 import shutil
@@ -544,7 +545,7 @@ MUTANTS = [
         "except ProcessLookupError:\n        return False", CLAIMS,
     ),
     Mutant(
-        "claims give no sign of life", CACHE, "    claim.touch()\n", "",
+        "claims give no sign of life", CACHE, "        claim.touch()\n", "",
         "test_store.py::test_a_worker_gives_signs_of_life",
     ),
     Mutant(
@@ -735,8 +736,10 @@ def main() -> int:
     words = sys.argv[1:]
     chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
     for mutant in chosen:
-        found = (ROOT / mutant.file).read_text().count(mutant.old)
-        assert found == 1, f"{mutant.name}: found {found} x {mutant.old!r}"
+        source = (ROOT / mutant.file).read_text()
+        assert source.count(mutant.old) == 1, f"{mutant.name}: found {source.count(mutant.old)} x {mutant.old!r}"
+        if mutant.file.endswith(".py"):
+            ast.parse(source.replace(mutant.old, mutant.new), mutant.name)
     with tempfile.TemporaryDirectory() as folder:
         trees = queue.SimpleQueue()
         for worker in range(WORKERS):
