@@ -477,7 +477,8 @@ def test_residual_by_hand(monkeypatch):
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("kind", ["dflash", "eagle3", "mtp"])
-def test_sampling_through_the_whole_loop(kind, sampled):
+@pytest.mark.parametrize("temperature, top_p, top_k", [(0.7, 0.95, 4), (1.0, 0.95, 4), (1.5, 0.9, 0)])
+def test_sampling_through_the_whole_loop(temperature, top_p, top_k, kind, sampled):
     """6,000 answers with each kind of drafter, many at once: tokens 2 and 3 against the target's distributions."""
     target = tiny_target(
         "Llama", seed=5, vocab_size=6, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2
@@ -485,16 +486,17 @@ def test_sampling_through_the_whole_loop(kind, sampled):
     drafter = tiny_drafter(target, taps=(0, 1), num_layers=1, block_size=3, kind=kind)
     prompt, runs = [2, 3, 4], 6000
     generator = torch.Generator().manual_seed(6)
-    options = {"temperature": 1.5, "top_p": 0.9, "sampled_proposals": sampled, "generator": generator}
+    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "sampled_proposals": sampled}
+    options["generator"], warped = generator, (temperature, top_p, top_k)
     found = [r for _ in range(12) for r in generate_batch(target, [prompt] * (runs // 12), 3, drafter, **options)]
     answers = [result.tokens for result in found]
     expected = torch.zeros(6, 6)
     with torch.no_grad():
-        first = warp(target(torch.tensor([prompt])).logits[0, -1:], 1.5, 0.9, 0)[0]
+        first = warp(target(torch.tensor([prompt])).logits[0, -1:], *warped)[0]
         for a in range(6):
-            second = warp(target(torch.tensor([[*prompt, a]])).logits[0, -1:], 1.5, 0.9, 0)[0]
+            second = warp(target(torch.tensor([[*prompt, a]])).logits[0, -1:], *warped)[0]
             for b in range(6):
-                third = warp(target(torch.tensor([[*prompt, a, b]])).logits[0, -1:], 1.5, 0.9, 0)[0]
+                third = warp(target(torch.tensor([[*prompt, a, b]])).logits[0, -1:], *warped)[0]
                 expected[b] += first[a] * second[b] * third
     counts = torch.zeros(6, 6)
     for _, b, c in answers:
