@@ -60,7 +60,7 @@ bench: setup .venv/zlab demo  ## both sides of every speed claim, and their rati
 	$(BIN)/python tests/bench/capture.py
 	$(BIN)/python tests/bench/zlab.py
 
-ablations: setup  ## the paper's questions on the demo's target, three short runs each: about 50 minutes
+ablations: setup  ## the paper's questions on the demo's target, three short runs each: 70 minutes beside other work
 	$(BIN)/python tests/bench/ablations.py
 
 check: setup  ## format, lint

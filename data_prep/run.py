@@ -113,8 +113,9 @@ def _explain(error: Exception, overrides: list[str], models: list[str]) -> str:
     if given is not None and given not in {f"+model={name}" for name in models}:
         return f"model: found {given!r}, expected +model=NAME with one of {models}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    lines = str(cause).splitlines()
-    line = lines[lines[0].endswith("while composing config:")]  # of a file, the reason stands in the second line
+    line, *more = str(cause).splitlines()
+    if line.endswith("while composing config:"):  # a file's: the reason stands in the second line
+        line = more[0]
     if "is not in struct" in line:  # the key itself is known by now: it is one of a dict
         line += "; put a + before the override, as in '+evaluate.local={gsm8k: PATH}'"
     return f"{getattr(cause, 'full_key', None) or 'config'}: {line}"

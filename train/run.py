@@ -103,7 +103,7 @@ def train(config: RunConfig) -> None:
             preparation.target, preparation.drafter, dtype=getattr(torch, config.engine.dtype),
             revision=config.model.revision, trust_remote_code=config.model.trust_remote_code,
         )  # fmt: skip
-        start(drafter, ends, store, preparation, config.model)
+        start(drafter, ends, store, preparation)
         fit(config, store, drafter, ends, device, preparation.provenance(store))
     if dist.is_initialized():
         dist.destroy_process_group()

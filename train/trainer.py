@@ -15,7 +15,7 @@ from data_prep.codec import Codec
 from data_prep.files import file_digest
 from data_prep.prepare import Preparation, describe
 from data_prep.store import CODEC, Store
-from dflash.config import Init, ModelConfig
+from dflash.config import Init
 from dflash.model import DFlashDraftModel, TargetEnds
 from dflash.objective import Objective, block_loss
 from dflash.target import start_from_target
@@ -45,13 +45,14 @@ class Sums:
         return stop
 
 
-def start(drafter: DFlashDraftModel, ends: TargetEnds, store: Store, preparation: Preparation, model: ModelConfig):
+def start(drafter: DFlashDraftModel, ends: TargetEnds, store: Store, preparation: Preparation) -> None:
     """Give a fresh drafter what it starts from: a released one's weights, its target's last layers, or random ones."""
     if preparation.released is not None:
         drafter.load_state_dict(preparation.released.tensors, strict=True)
-    elif model.init == Init.target:
+    elif preparation.model.init == Init.target:
         sample = [store.row(i).features_TF.float().cpu() for i in range(min(len(store), 8))]
-        start_from_target(drafter, preparation.target, store.codec.lift(torch.cat(sample)), model.revision)
+        sample_TF = store.codec.lift(torch.cat(sample))
+        start_from_target(drafter, preparation.target, sample_TF, preparation.model.revision)
     else:
         start_at_uniform(drafter, ends)
     read_through(drafter, store.codec)

@@ -94,13 +94,13 @@ def verdict(lines: list[dict], parts: dict) -> list[str]:
 
 
 def main(steps: str = "800", prompts: str = "12") -> None:
-    runs, drafters, warmup = ROOT / "runs/claim", {}, min(WARMUP / int(steps), 0.5)
+    runs, drafters = ROOT / "runs/claim", {}
     common = ["+model=demo", f"cache.dir={ROOT}/.cache", f"evaluate.sets={SETS}", f"evaluate.prompts={prompts}"]
+    warmup = min(WARMUP / int(steps), 0.5)
+    trained = ["stage=train", "evaluate.every=100000", f"optim.steps={steps}", f"optim.warmup={warmup}"]
     for kind in KINDS:
-        overrides = [f"name={kind}-{steps}", f"runs={runs}", f"drafter.kind={kind}", f"optim.steps={steps}"]
-        overrides += ["evaluate.every=100000"]
-        command = [sys.executable, "train/run.py", *common, "stage=train", f"optim.warmup={warmup}", *overrides]
-        subprocess.run(command, check=True, cwd=ROOT)
+        own = [f"name={kind}-{steps}", f"runs={runs}", f"drafter.kind={kind}"]
+        subprocess.run([sys.executable, "train/run.py", *common, *trained, *own], check=True, cwd=ROOT)
         path = checkpoint.latest(runs / f"{kind}-{steps}/checkpoints")
         drafters[kind] = checkpoint.load_drafter(path, torch.bfloat16)
         count = sum(parameter.numel() for parameter in drafters[kind].parameters())
